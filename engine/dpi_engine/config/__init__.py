@@ -1,0 +1,1 @@
+"""Settings, model and parallel configuration, fingerprint, machine facts; imports no torch."""

@@ -1,0 +1,65 @@
+"""How child processes begin and end: read the spec, tie their life to the launcher's, set up logging and signals."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import NoReturn
+
+import msgspec
+
+from dpi_engine.config.logs import setup_logging
+from dpi_engine.launch.spec import ChildSpec
+
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """SIGKILL this process when its parent ends (Linux), so that a killed launcher leaves nothing behind."""
+    if sys.platform != "linux":
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended between the two lines
+        os._exit(1)
+
+
+def start(on_terminate: Callable[[], None]) -> ChildSpec:
+    """Read the spec from standard input and install signal handlers. Raises msgspec.MsgspecError for a damaged spec.
+
+    `on_terminate` runs at SIGTERM and SIGINT, from the first instruction on.
+    """
+    die_with_parent()
+
+    def handler(signum: int, frame: FrameType | None) -> None:
+        on_terminate()
+
+    signal.signal(signal.SIGTERM, handler)
+    signal.signal(signal.SIGINT, handler)
+    spec = msgspec.json.decode(sys.stdin.buffer.read(), type=ChildSpec)
+    setup_logging(spec.settings.log_level, spec.settings.log_format, spec.name)
+    return spec
+
+
+def run(main: Callable[[], int]) -> NoReturn:
+    """Be a process that holds a model, to its end; an error that nobody took is printed, with exit code 1.
+
+    `main` closes what others must hear of. The rest is left to the kernel: taking down an interpreter with torch in it
+    costs half a second of CPU, which on a busy machine is longer than the launcher waits.
+    """
+    try:
+        code = main()
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # a pipe that nobody reads any more
+            stream.flush()
+    os._exit(code)

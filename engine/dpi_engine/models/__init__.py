@@ -1,0 +1,1 @@
+"""Decoder-only models and their weights."""

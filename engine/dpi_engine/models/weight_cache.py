@@ -1,0 +1,139 @@
+"""Dequantized weights kept on disk as one safetensors file, so that the next start maps them."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dpi_engine.models.gguf_weights import GgufSource
+from dpi_engine.models.weights import Progress, SafetensorsSource, WeightError, WeightSource
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+"""Raised when the meaning of the cached tensors changes; older files are then not looked at."""
+
+_SAMPLES, _SAMPLE_BYTES = 256, 4096
+_LOCK_SECONDS = 900.0
+_DTYPE_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+
+
+class CacheUnusable(Exception):
+    """The cache folder cannot be written or waited for; the text says why."""
+
+
+def sample_digest(path: Path) -> str:
+    """SHA-256 over size, first megabyte and 256 pieces spread over the file: tells weights apart in milliseconds."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        digest.update(str(size).encode())
+        digest.update(file.read(1 << 20))
+        for i in range(_SAMPLES):
+            file.seek(size * i // _SAMPLES)
+            digest.update(file.read(_SAMPLE_BYTES))
+        file.seek(max(0, size - _SAMPLE_BYTES))
+        digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def file_lock(path: Path, timeout_s: float) -> Iterator[None]:
+    """Hold an exclusive lock on `path` between processes. Raises CacheUnusable when it is not free in time."""
+    deadline = time.monotonic() + timeout_s
+    with open(path, "ab") as file:
+        pause = 0.02
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise CacheUnusable(f"another process has held {path} for {timeout_s:.0f} s") from None
+                time.sleep(pause)
+                pause = min(2 * pause, 0.5)
+        yield
+
+
+def cached(source: GgufSource, origin: Path, folder: Path, progress: Progress) -> WeightSource:
+    """The weights of `source` (read from `origin`) out of `folder`, put there first if need be.
+
+    Where the folder cannot be used a warning says so and `source` itself is given back: every start dequantizes then.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        target = folder / f"{sample_digest(origin)[:32]}-v{FORMAT}.safetensors"
+        found = _open(target)
+        if found is None:
+            with file_lock(target.with_suffix(".lock"), _LOCK_SECONDS):
+                found = _open(target)
+                if found is None:
+                    _write(source, target, progress)
+                    found = _open(target)
+        if found is None:
+            raise CacheUnusable(f"{target} reads back differently from what was written")
+    except (OSError, CacheUnusable) as error:
+        log.warning("dequantized weights cannot be cached (%s): each start dequantizes %s anew", error, origin)
+        return source
+    return found
+
+
+def _open(target: Path) -> SafetensorsSource | None:
+    """The cached file, or None when there is none or (with a warning) when it is damaged."""
+    try:
+        noted = json.loads(target.with_suffix(".json").read_text("utf-8"))["digest"]
+        if noted != sample_digest(target):
+            raise ValueError("its content is not what was written")
+        return SafetensorsSource([target])
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError, WeightError) as error:
+        log.warning("cached weights %s are damaged (%s) and are made anew", target, error)
+        return None
+
+
+def _write(source: GgufSource, target: Path, progress: Progress) -> None:
+    """Stream the tensors into a temporary file of the same folder, then rename: readers see all or nothing."""
+    names = sorted(source.names())
+    header: dict[str, object] = {}
+    offset = 0
+    for name in names:
+        shape, dtype = source.stored_shape(name), source.stored_dtype(name)
+        size = dtype.itemsize
+        for n in shape:
+            size *= n
+        header[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 64)
+    temporary = target.with_suffix(".tmp")  # the lock makes this process the only writer
+    started = time.monotonic()
+    try:
+        with open(temporary, "wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for i, name in enumerate(names):
+                file.write(_bytes_of(source.get(name, source.stored_shape(name))))
+                progress("dequantize", (i + 1) / len(names))
+            file.flush()
+            os.fsync(file.fileno())
+        note = temporary.with_suffix(".note")
+        note.write_text(json.dumps({"digest": sample_digest(temporary), "format": FORMAT}), "utf-8")
+        os.replace(temporary, target)
+        os.replace(note, target.with_suffix(".json"))
+    finally:
+        temporary.unlink(missing_ok=True)
+    log.info("dequantized %d tensors (%d MB) in %.1f s", len(names), offset // 2**20, time.monotonic() - started)
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data

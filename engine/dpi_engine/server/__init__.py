@@ -1,0 +1,1 @@
+"""The OpenAI-compatible HTTP API. Talks to an `EngineClient` and a tokenizer; knows no sockets of the engines."""

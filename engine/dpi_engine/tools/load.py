@@ -1,0 +1,194 @@
+"""The load that `dpi bench` makes and what it measures."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dpi_engine.launch.exit_codes import EXIT_CRASHED, EXIT_OK
+from dpi_engine.tools.endpoint import Endpoint, EndpointError
+from dpi_engine.tools.prompts import text
+
+
+class BenchError(RuntimeError):
+    """The endpoint answered, but not with what was asked for."""
+
+
+@dataclass(slots=True)
+class Sample:
+    """One request: seconds since the round's start."""
+
+    start: float
+    times: list[float] = field(default_factory=list)
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    error: str = ""
+
+
+def percentile(values: Sequence[float], p: float) -> float:
+    """Nearest-rank percentile of at least one value."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, max(0, round(p / 100 * len(ordered) + 0.5) - 1))]
+
+
+def summary(samples: Sequence[Sample], seconds: float) -> dict[str, Any]:
+    """Rates in tokens per second, times in milliseconds. ITL is the gap between chunks of one request."""
+    good = [s for s in samples if not s.error]
+    ttft = [1e3 * (s.times[0] - s.start) for s in good if s.times]
+    itl = [1e3 * (b - a) for s in good for a, b in zip(s.times, s.times[1:], strict=False)]
+    tpot = [1e3 * (s.times[-1] - s.times[0]) / (s.output_tokens - 1) for s in good if s.output_tokens > 1]
+    e2e = [1e3 * (s.times[-1] - s.start) for s in good if s.times]
+
+    def stats(values: list[float]) -> dict[str, float | None]:
+        """None where no request gave a value."""
+        if not values:
+            return dict.fromkeys(("mean", "p50", "p90", "p99"))
+        return {
+            "mean": round(statistics.fmean(values), 2),
+            **{f"p{p}": round(percentile(values, p), 2) for p in (50, 90, 99)},
+        }
+
+    out = sum(s.output_tokens for s in good)
+    return {
+        "requests": len(samples),
+        "failed": len(samples) - len(good),
+        "seconds": round(seconds, 3),
+        "output_tok_s": round(out / seconds, 1),
+        "total_tok_s": round((out + sum(s.prompt_tokens for s in good)) / seconds, 1),
+        "output_tokens": out,
+        "prompt_tokens": sum(s.prompt_tokens for s in good),
+        "ttft_ms": stats(ttft),
+        "itl_ms": stats(itl),
+        "tpot_ms": stats(tpot),
+        "e2e_ms": stats(e2e),
+    }
+
+
+async def make_prompts(endpoint: Endpoint, model: str, rng: random.Random, count: int, tokens: int) -> list[Any]:
+    """`count` prompts of exactly `tokens` tokens of real text, by the endpoint's own tokenizer."""
+    prompts: list[Any] = []
+    for _ in range(count):
+        words = text(rng, tokens)
+        try:
+            answer = await endpoint.post("/tokenize", {"model": model, "prompt": words, "add_special_tokens": False})
+            ids = answer["tokens"]
+        except (KeyError, TypeError) as e:
+            raise BenchError(f"{endpoint.base}/tokenize: unexpected answer: {e}") from e
+        if len(ids) < tokens:
+            raise BenchError(f"{tokens} words gave only {len(ids)} tokens")
+        prompts.append(ids[:tokens])
+    return prompts
+
+
+async def one_request(endpoint: Endpoint, model: str, prompt: Any, output_tokens: int, clock_zero: float) -> Sample:
+    """Greedy, exactly `output_tokens` tokens, streamed. Errors are kept in the sample."""
+    body = {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": output_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream_options": {"include_usage": True},
+    }
+    sample = Sample(time.perf_counter() - clock_zero)
+    try:
+        async for event in endpoint.stream("/v1/completions", body):
+            if event.get("choices"):
+                sample.times.append(time.perf_counter() - clock_zero)
+            if usage := event.get("usage"):
+                sample.prompt_tokens, sample.output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+        if sample.output_tokens != output_tokens:
+            sample.error = f"asked for {output_tokens} tokens, got {sample.output_tokens}"
+    except EndpointError as e:
+        sample.error = str(e)
+    return sample
+
+
+async def run_round(
+    endpoint: Endpoint, model: str, prompts: list[Any], streams: int, output_tokens: int
+) -> tuple[list[Sample], float]:
+    """All prompts with `streams` in flight; samples and the seconds it took."""
+    gate = asyncio.Semaphore(streams)
+    zero = time.perf_counter()
+
+    async def job(prompt: Any) -> Sample:
+        async with gate:
+            return await one_request(endpoint, model, prompt, output_tokens, zero)
+
+    samples = await asyncio.gather(*(job(p) for p in prompts))
+    return list(samples), time.perf_counter() - zero
+
+
+def _cell(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _print_table(results: list[dict[str, Any]], args: argparse.Namespace) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    title = f"{args.streams} streams, {args.input_tokens} tokens in, {args.output_tokens} out, milliseconds"
+    table = Table(box=None, header_style="bold", title=title, title_justify="left")
+    for name in (
+        "round",
+        "out tok/s",
+        "TTFT p50",
+        "p99",
+        "ITL p50",
+        "p99",
+        "TPOT mean",
+        "e2e p50",
+        "s",
+        "failed",
+    ):
+        table.add_column(name, justify="right")
+    for i, r in enumerate(results):
+        table.add_row(
+            str(i + 1),
+            f"{r['output_tok_s']:.1f}",
+            _cell(r["ttft_ms"]["p50"], 0),
+            _cell(r["ttft_ms"]["p99"], 0),
+            _cell(r["itl_ms"]["p50"], 1),
+            _cell(r["itl_ms"]["p99"], 1),
+            _cell(r["tpot_ms"]["mean"], 1),
+            _cell(r["e2e_ms"]["p50"], 0),
+            f"{r['seconds']:.2f}",
+            str(r["failed"]),
+        )
+    if len(results) > 1:
+        rates = sorted(r["output_tok_s"] for r in results)
+        table.caption = f"out tok/s: min {rates[0]}, median {statistics.median(rates)}, max {rates[-1]}"
+    Console(highlight=False).print(table)
+
+
+async def bench(args: argparse.Namespace) -> int:
+    """Run the rounds and print them. 0 when no request failed, 1 otherwise."""
+    count = args.requests or args.streams
+    results, errors = [], []
+    async with Endpoint(args.url, args.api_key, timeout_s=args.timeout) as endpoint:
+        model = args.model or await endpoint.first_model()
+        for r in range(args.rounds):
+            rng = random.Random(f"{args.seed}/{r}")
+            prompts = await make_prompts(endpoint, model, rng, count, args.input_tokens)
+            if r == 0:
+                for prompt in prompts[: args.warmup]:
+                    warm = await one_request(endpoint, model, prompt[:8], 4, time.perf_counter())
+                    if warm.error:
+                        raise BenchError(f"the first request failed: {warm.error}")
+            samples, seconds = await run_round(endpoint, model, prompts, args.streams, args.output_tokens)
+            results.append(summary(samples, seconds))
+            errors += [s.error for s in samples if s.error]
+            if args.json:
+                print(json.dumps(results[-1]), flush=True)
+    if not args.json:
+        _print_table(results, args)
+    for error in sorted(set(errors))[:5]:
+        print(f"failed: {error}")
+    return EXIT_CRASHED if errors else EXIT_OK

@@ -1,0 +1,50 @@
+"""Fetch a model and make what an engine makes at its first start, without serving it: for images and shared volumes.
+
+`python -m dpi_engine.tools.prepare MODEL --cache-dir DIR`: afterwards `dpi serve MODEL --cache-dir DIR` starts without
+a network and writes nothing below DIR, which may then be read-only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from dpi_engine.config.errors import ConfigError
+from dpi_engine.config.sources import FORMS, ModelFiles, resolve_model
+
+
+def prepare(model: str, cache_dir: Path) -> ModelFiles:
+    """The files of `model`, fetched into `cache_dir` with the weights unpacked beside them.
+
+    Raises ConfigError: not found, not supported, or `cache_dir` cannot be written.
+    """
+    from dpi_engine.models.gguf_weights import GgufSource
+    from dpi_engine.models.registry import open_weights
+    from dpi_engine.tokenizer.spec import read_spec
+
+    files = resolve_model(model, cache_dir, lambda line: print(line, flush=True))
+    source = open_weights(files, read_spec(files), cache_dir, lambda stage, fraction: None)
+    packed = isinstance(source, GgufSource) and source.quantized
+    source.close()
+    if packed:  # an engine would go on without; an image made for this must not
+        raise ConfigError(f"model {model!r}: the unpacked weights cannot be kept below {cache_dir}; the log says why")
+    return files
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m dpi_engine.tools.prepare", description="Fetch and unpack a model.")
+    parser.add_argument("model", help=FORMS)
+    parser.add_argument("--cache-dir", type=Path, required=True, help="folder that `dpi serve` will get, too")
+    arguments = parser.parse_args()
+    try:
+        files = prepare(arguments.model, arguments.cache_dir)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"{files.name}: ready in {arguments.cache_dir}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,44 @@
+"""Which device a rank computes on, and how many ranks of the launch share it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dpi_engine.config.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """`device` as `select_ops` takes it; `sharers` counts the launch's ranks on it, this one included."""
+
+    device: str
+    sharers: int
+
+
+def place_worker(device: str, local_rank: int, local_ranks: int, size: int, worker: int, gpus: int) -> Placement:
+    """Where worker `worker` of `size` of a rank runs. On a CPU the workers of a rank count as one sharer; on GPUs each
+    needs one that no other worker of its rank has. Raises ConfigError where there are too few.
+    """
+    if size == 1 or device == "cpu" or (device == "auto" and not gpus):
+        return place(device, local_rank, local_ranks, gpus)
+    if device not in ("auto", "cuda"):
+        raise ConfigError(
+            f"--device {device} is one device, --tensor-parallel-size {size} (-tp) needs as many: use cuda"
+        )
+    if gpus < size:
+        raise ConfigError(f"--tensor-parallel-size {size} (-tp) needs as many GPUs, torch sees {gpus}")
+    return place("cuda", local_rank * size + worker, local_ranks * size, gpus)
+
+
+def place(device: str, local_rank: int, local_ranks: int, gpus: int) -> Placement:
+    """Where the `local_rank`-th of `local_ranks` ranks runs, when `device` ('auto', 'cpu', 'cuda', 'cuda:1') is asked
+    for and torch sees `gpus` GPUs.
+
+    Ranks go round the GPUs, so that none has two before each has one. A numbered device is taken as it is, by all.
+    """
+    if device == "auto":
+        device = "cuda" if gpus else "cpu"
+    if device != "cuda" or not gpus:
+        return Placement(device, local_ranks)
+    index = local_rank % gpus
+    return Placement(f"cuda:{index}", len(range(index, local_ranks, gpus)))

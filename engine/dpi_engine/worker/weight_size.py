@@ -1,0 +1,56 @@
+"""How much memory a model's weights take, before any is read, and what to do where a GPU has less."""
+
+from __future__ import annotations
+
+import torch
+
+from dpi_engine.config.errors import ConfigError
+from dpi_engine.config.model_spec import ModelSpec
+
+GIB = 1 << 30
+
+
+def weight_elements(spec: ModelSpec, workers: int = 1) -> int:
+    """Numbers in the weights of one of `workers` that share every layer; norms and biases, which are few, left out."""
+    hidden, moe, mla = spec.hidden_size, spec.moe, spec.mla
+    if mla is None:
+        attention = hidden * (2 * spec.q_size + 2 * spec.kv_size)
+    else:
+        q_width = spec.num_heads * (mla.nope_dim + mla.rope_dim)
+        queries = hidden * q_width if mla.q_rank is None else mla.q_rank * (hidden + q_width)
+        latents = hidden * (mla.kv_rank + mla.rope_dim) + mla.kv_rank * spec.num_heads * (mla.nope_dim + mla.value_dim)
+        attention = queries + latents + hidden * spec.num_heads * mla.value_dim
+    dense = 3 * hidden * spec.intermediate_size
+    sparse, sparse_layers = 0, 0
+    if moe is not None:
+        sparse_layers = len(moe.layers)
+        each = 3 * hidden * moe.intermediate_size
+        sparse = moe.num_experts * (each + hidden) + 3 * hidden * moe.shared_intermediate_size
+    layers = spec.num_layers * attention + (spec.num_layers - sparse_layers) * dense + sparse_layers * sparse
+    # The embedding is looked up and the head multiplied: where both are one, the two are held all the same.
+    return (layers + 2 * spec.vocab_size * hidden) // workers
+
+
+def check_weights_fit(
+    spec: ModelSpec, dtype: torch.dtype, workers: int, total: int, share: float, sharers: int
+) -> None:
+    """Raises ConfigError, with what would fit, when the weights of one worker do not go into its `share` of a GPU of
+    `total` bytes that `sharers` ranks use.
+    """
+    room = int(total * share / sharers)
+    need = weight_elements(spec, workers) * dtype.itemsize
+    if need < room:
+        return
+    wanted = workers
+    while weight_elements(spec, wanted) * dtype.itemsize >= room and wanted < 1024:
+        wanted *= 2
+    remedies = [f"--tensor-parallel-size {wanted} (-tp) on as many such GPUs"]
+    if sharers > 1:
+        remedies.insert(0, "fewer ranks for each GPU")
+    if dtype.itemsize > 2:
+        remedies.insert(0, "--dtype bfloat16")
+    raise ConfigError(
+        f"the weights take {need / GIB:.1f} GiB in {str(dtype).removeprefix('torch.')}, more than the {room / GIB:.1f} "
+        f"GiB that a rank may use of this GPU ({share:.0%} of {total / GIB:.1f} GiB for {sharers} rank(s)); use "
+        f"{', or '.join(remedies)}, or a smaller model"
+    )

@@ -1,0 +1,96 @@
+"""Reading a DataParallelInference from a manifest, with errors that say where, expected and got."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from typing import Any
+
+import msgspec
+import yaml
+
+from dpi_operator.api.types import API_VERSION, KIND, DataParallelInference
+
+
+class ManifestError(ValueError):
+    """A manifest that cannot be used; the message names the file, the field, what was expected and what was found."""
+
+
+def _at(document: Any, path: str) -> Any:
+    value = document
+    for key in re.findall(r"\.(\w+)|\[(\d+)\]", path):
+        try:
+            value = value[key[0]] if key[0] else value[int(key[1])]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return value
+
+
+def _fields_at(path: str) -> list[str]:
+    """camelCase names of the struct that stands at `path` ($.spec.engine)."""
+    kind: Any = msgspec.inspect.type_info(DataParallelInference)
+    for key in re.findall(r"\.(\w+)", path):
+        field = next((f for f in getattr(kind, "fields", ()) if f.encode_name == key), None)
+        if field is None:
+            return []
+        kind = field.type
+        while isinstance(kind, msgspec.inspect.Metadata):
+            kind = kind.type
+        if isinstance(kind, msgspec.inspect.UnionType):
+            kind = next((t for t in kind.types if isinstance(t, msgspec.inspect.StructType)), kind)
+        if isinstance(kind, msgspec.inspect.ListType):
+            kind = kind.item_type
+    return [f.encode_name for f in getattr(kind, "fields", ())]
+
+
+def _explain(error: msgspec.ValidationError, document: Any) -> str:
+    text, _, path = str(error).partition(" - at `")
+    path = path.rstrip("`") or "$"
+    where = path.removeprefix("$.").removeprefix("$") or "the object"
+    if m := re.search(r"unknown field `(\w+)`", text):
+        near = difflib.get_close_matches(m[1], _fields_at(path), n=1)
+        hint = f"; did you mean `{near[0]}`?" if near else f"; it has {', '.join(_fields_at(path)) or 'no fields'}"
+        return f"{where}: there is no field `{m[1]}`{hint}"
+    if m := re.search(r"missing required field `(\w+)`", text):
+        return f"{where}: `{m[1]}` is required"
+    got = _at(document, path)
+    return f"{where}: {text[:1].lower()}{text[1:]}" + ("" if got is None else f", got {got!r}")
+
+
+def read_document(document: Any, source: str) -> DataParallelInference:
+    """One parsed YAML document -> object with all defaults. Raises ManifestError."""
+    if not isinstance(document, dict):
+        raise ManifestError(f"{source}: expected one {KIND}, got {type(document).__name__}")
+    for key, want in (("apiVersion", API_VERSION), ("kind", KIND)):
+        if document.get(key) != want:
+            raise ManifestError(f"{source}: {key}: expected {want}, got {document.get(key)!r}")
+    try:
+        return msgspec.convert(document, DataParallelInference)
+    except msgspec.ValidationError as e:
+        raise ManifestError(f"{source}: {_explain(e, document)}") from None
+
+
+def the_document(path: str) -> Any:
+    """The one DataParallelInference in a YAML file as it stands there, other kinds beside it ignored.
+
+    A lone document of another kind is returned too: reading it says what is wrong. Raises ManifestError.
+    """
+    try:
+        with open(path, encoding="utf-8") as f:
+            documents = [d for d in yaml.safe_load_all(f) if d is not None]
+    except OSError as e:
+        raise ManifestError(f"{path}: cannot be read: {e.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as e:
+        raise ManifestError(f"{path}: not YAML: {' '.join(str(e).split())}") from None
+    ours = [d for d in documents if isinstance(d, dict) and d.get("kind") == KIND]
+    if len(ours) != 1:
+        if not ours and len(documents) == 1:
+            return documents[0]
+        kinds = ", ".join(str(d.get("kind")) if isinstance(d, dict) else type(d).__name__ for d in documents)
+        raise ManifestError(f"{path}: expected one {KIND}, got {len(ours)} (documents: {kinds or 'none'})")
+    return ours[0]
+
+
+def read_manifest(path: str) -> DataParallelInference:
+    """The one DataParallelInference in a YAML file, with all defaults. Raises ManifestError."""
+    return read_document(the_document(path), path)

@@ -1,0 +1,1 @@
+"""Carrying out plans against the Kubernetes API."""

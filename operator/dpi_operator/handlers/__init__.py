@@ -1,0 +1,1 @@
+"""The running operator: watches, workers, the lease. Decisions are the planner's."""

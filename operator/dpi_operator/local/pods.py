@@ -1,0 +1,144 @@
+"""A planned pod as a process on this machine, restarted with a back-off as a kubelet would."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dpi_operator.plan.pods import PodPlan
+
+EXIT_CONFIG = (2, 78)
+"""Exit codes of the engine for flags or a configuration that no restart can mend."""
+
+BACKOFF_BASE_S = 1.0
+BACKOFF_MAX_S = 30.0
+TAIL_LINES = 15
+
+
+def backoff(restarts: int) -> float:
+    """Seconds before restart number `restarts` + 1."""
+    return min(BACKOFF_BASE_S * 2.0**restarts, BACKOFF_MAX_S)
+
+
+_LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+_PR_SET_PDEATHSIG = 1
+
+
+def _end_with_parent() -> None:
+    """In the child: SIGTERM when the runner dies, however it dies, so that no pod outlives it (Linux)."""
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+@dataclass
+class PodProcess:
+    """Runs one pod until `stop`. `say` gets a line per event; `failed` is called once when it will not start again."""
+
+    plan: PodPlan
+    log_file: Path
+    max_restarts: int | None
+    say: Callable[[str], None]
+    failed: Callable[[str], None]
+    echo: bool = False
+    extra_args: tuple[str, ...] = ()
+    restarts: int = 0
+    process: asyncio.subprocess.Process | None = None
+    tail: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
+    _stopping: bool = False
+    _task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._supervise())
+
+    async def _copy_output(self, stream: asyncio.StreamReader) -> None:
+        with self.log_file.open("ab") as log:
+            while True:
+                try:
+                    line = await stream.readline()
+                except ValueError:  # a line longer than the reader's limit; the rest follows
+                    continue
+                if not line:
+                    return
+                log.write(line)
+                log.flush()
+                text = line.decode(errors="replace").rstrip()
+                self.tail.append(text)
+                if self.echo:
+                    print(f"{self.plan.name} | {text}", file=sys.stderr, flush=True)
+
+    async def _run_once(self) -> int:
+        # Only the manifest configures a pod, as on a cluster; DPI_CACHE_DIR says where this machine keeps its caches.
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("DPI_") or k == "DPI_CACHE_DIR"}
+        self.process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "dpi_engine",
+            "serve",
+            *self.plan.args,
+            *self.extra_args,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env={**environment, "DPI_POD_NAME": self.plan.name},
+            start_new_session=True,
+            preexec_fn=_end_with_parent,
+        )
+        assert self.process.stdout is not None
+        copying = asyncio.create_task(self._copy_output(self.process.stdout))
+        code = await self.process.wait()
+        with contextlib.suppress(TimeoutError):  # a grandchild may hold the pipe for a moment
+            async with asyncio.timeout(5):
+                await copying
+        return code
+
+    async def _supervise(self) -> None:
+        while not self._stopping:
+            code = await self._run_once()
+            if self._stopping:
+                return
+            how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            last = "\n".join(f"    {line}" for line in self.tail)
+            if code in EXIT_CONFIG:
+                self.failed(f"{self.plan.name}: configuration refused ({how}); its last lines:\n{last}")
+                return
+            if self.max_restarts is not None and self.restarts >= self.max_restarts:
+                self.failed(f"{self.plan.name}: {how} after {self.restarts} restarts; its last lines:\n{last}")
+                return
+            wait = backoff(self.restarts)
+            self.restarts += 1
+            self.say(f"{self.plan.name}: {how}; restart {self.restarts} in {wait:.0f} s; its last lines:\n{last}")
+            await asyncio.sleep(wait)
+
+    def terminate(self) -> None:
+        """SIGTERM, no restart any more."""
+        self._stopping = True
+        if self.process and self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.terminate()
+
+    async def join(self, timeout_s: float) -> bool:
+        """Wait for the end; after `timeout_s` its whole process group is killed. True when it ended by itself."""
+        self._stopping = True
+        clean = True
+        if self.process and self.process.returncode is None:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self.process.wait()
+            except TimeoutError:
+                clean = False
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self.process.pid, signal.SIGKILL)
+                await self.process.wait()
+        if self._task:
+            with contextlib.suppress(TimeoutError, asyncio.CancelledError):
+                async with asyncio.timeout(6):
+                    await self._task
+        return clean

@@ -1,0 +1,1 @@
+"""From the cluster and the engines' management ports to plain facts."""

@@ -1,0 +1,6 @@
+"""The tools are no package that is installed: make them importable here."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))

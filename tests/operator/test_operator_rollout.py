@@ -1,0 +1,461 @@
+"""Scaling and rollouts by whole groups, in a model of a cluster and as properties over random orders of events."""
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, Phase, assume, given, settings
+from hypothesis import strategies as st
+from operator_world import START, World, document, up
+
+from dpi_operator.api.reasons import EventReason
+from dpi_operator.api.types import Rollout
+from dpi_operator.plan.rollout import count_of, limits
+
+
+def image(world, tag):
+    world.change(engine={"image": f"engine:{tag}"})
+
+
+def run_down(world, rounds=20):
+    """Let the cluster do what it does until nothing more happens; how few groups served at the worst."""
+    least = 10**9
+    for _ in range(rounds):
+        world.settle()
+        least = min(least, world.status.available_replicas)
+        world.all_ready()
+        world.now += 1
+    world.settle()
+    return least
+
+
+@pytest.mark.parametrize(
+    ("value", "up_", "count"), [(2, False, 2), ("25%", False, 1), ("25%", True, 2), ("0%", True, 0), ("100%", False, 7)]
+)
+def test_percentages_are_rounded_down_for_what_may_be_away_and_up_for_the_surge(value, up_, count):
+    assert count_of(value, 7, up=up_) == count
+
+
+def test_never_both_zero():
+    assert limits(Rollout(max_unavailable="10%", max_surge=0), 3) == (1, 0)
+
+
+def test_scaling_up_touches_no_pod_that_exists():
+    world = up()
+    before = dict(world.pods)
+    world.change(replicas=3)
+    world.settle()
+    assert {n: p for n, p in world.pods.items() if n in before} == before
+    assert world.names() == ["0-0", "0-1", "1-0", "1-1", "2-0", "2-1"]
+    assert len(world.revisions()) == 1
+
+
+def test_scaling_down_takes_groups_that_do_not_serve_first_then_the_highest():
+    world = up(replicas=4)
+    world._change(world.pod(1, 0), ready=False, ready_since=None)
+    world.change(replicas=2)
+    world.settle()
+    assert world.names() == ["0-0", "0-1", "2-0", "2-1"]
+    assert {d[2] for d in world.deleted} == {"ScaledDown"}
+    world.change(replicas=3)
+    world.settle()
+    assert world.names() == ["0-0", "0-1", "1-0", "1-1", "2-0", "2-1"]
+
+
+def test_to_zero_and_back():
+    world = up(replicas=2)
+    world.change(replicas=0)
+    world.settle()
+    assert not world.pods
+    assert world.condition("Ready").reason == "ScaledToZero"
+    assert world.status.replicas == 0
+    world.change(replicas=1)
+    world.settle()
+    world.all_ready()
+    world.settle()
+    assert world.condition("Ready").status == "True"
+
+
+def test_suspend_takes_the_pods_and_keeps_the_rest():
+    world = up(replicas=2)
+    world.change(suspend=True)
+    world.settle()
+    assert not world.pods
+    assert world.condition("Ready").reason == "Suspended"
+    assert ("Service", "demo") in world.children
+    assert {d[2] for d in world.deleted} == {"Suspended"}
+    world.change(suspend=False)
+    world.settle()
+    assert len(world.pods) == 4
+
+
+@pytest.mark.parametrize(
+    ("rollout", "least", "most"),
+    [({}, 2, 6), ({"maxUnavailable": 2}, 1, 6), ({"maxUnavailable": 0, "maxSurge": 1}, 3, 8)],
+    ids=["one away", "two away", "surge"],
+)
+def test_a_new_image_rolls_group_by_group_within_its_limits(rollout, least, most):
+    world = up(replicas=3, rollout=rollout)
+    (old,) = world.revisions()
+    image(world, 2)
+    peak, worst = 0, 10**9
+    for _ in range(20):
+        world.settle()
+        peak, worst = max(peak, len(world.pods)), min(worst, world.status.available_replicas)
+        world.all_ready()
+        world.settle()
+        peak = max(peak, len(world.pods))
+    assert (worst, peak) == (least, most)
+    assert world.revisions() == {world.status.update_revision}
+    assert old not in world.revisions()
+    assert world.status.current_revision == world.status.update_revision
+    reasons = [e.reason for e in world.events]
+    assert reasons.count(EventReason.ROLLOUT_STARTED) == 1
+    assert reasons.count(EventReason.ROLLOUT_COMPLETED) == 1
+
+
+def test_one_group_with_surge_gets_its_successor_before_it_goes():
+    world = up(rollout={"maxSurge": 1, "maxUnavailable": 0})
+    image(world, 2)
+    assert run_down(world) == 1
+    assert world.names() == ["0-0", "0-1"]
+
+
+def test_without_surge_a_new_group_waits_until_the_old_one_is_gone():
+    world = up()
+    world.instant = False
+    image(world, 2)
+    world.settle()
+    assert len(world.revisions()) == 1
+    for name in list(world.pods):
+        world.remove(name)
+    world.settle()
+    assert world.names() == ["0-0", "0-1"]
+    assert world.revisions() == {world.status.update_revision}
+
+
+def test_a_rollout_stops_at_a_group_that_does_not_come_up_and_goes_on_when_the_image_is_mended():
+    world = up(replicas=3)
+    image(world, "bad")
+    for _ in range(5):
+        world.settle()
+    assert sum(p.ready for p in world.pods.values()) == 4
+    assert world.condition("Ready").status == "True"
+    image(world, "good")
+    run_down(world)
+    assert world.condition("Progressing").reason == "RolloutComplete"
+    assert len(world.revisions()) == 1
+
+
+def test_two_edits_in_a_row_replace_each_group_once():
+    world = up()
+    world.created.clear()
+    image(world, 2)
+    world.change(engine={"args": ["--seed", "3"]})
+    run_down(world)
+    assert len(world.created) == 2
+
+
+def test_only_fields_that_pods_depend_on_roll_groups():
+    world = up()
+    before = dict(world.pods)
+    world.change(
+        replicas=1,
+        rollout={"maxSurge": 1},
+        disruption={"maxUnavailableGroups": 2},
+        failurePolicy={"maxRestarts": 5},
+        loadBalancing={"service": {"port": 8080}},
+        metrics={"queueStats": {"intervalSeconds": 30}},
+        parallelism={"dataParallelSize": 2, "dataParallelSizeLocal": None},
+    )
+    world.settle()
+    assert world.pods == before
+    assert world.children[("Service", "demo")]["spec"]["ports"][0]["port"] == 8080
+
+
+def test_partition_keeps_groups_below_it():
+    world = up(replicas=3, rollout={"partition": 1})
+    (old,) = world.revisions()
+    image(world, 2)
+    run_down(world)
+    assert {p.group for p in world.pods.values() if p.revision == old} == {0}
+    assert world.status.updated_replicas == 2
+
+
+def test_a_failed_group_of_the_old_revision_comes_back_as_it_was():
+    world = up(replicas=3, rollout={"partition": 3})
+    (old,) = world.revisions()
+    image(world, 2)
+    world.settle()
+    name = world.pod(1, 1)
+    world.fail(name)
+    world.settle()
+    world.now += 30
+    world.settle()
+    assert world.pods[name].revision == old
+    engine = world.manifests[name]["spec"]["containers"][0]
+    assert engine["image"] == "engine:1"
+
+
+def test_paused_holds_a_rollout_but_not_scaling_and_recovery():
+    world = up(replicas=2)
+    (old,) = world.revisions()
+    world.change(paused=True, engine={"image": "engine:2"})
+    world.settle()
+    assert world.condition("Progressing").reason == "Paused"
+    world.change(replicas=3)
+    world.settle()
+    assert world.revisions() == {old}
+    world.all_ready()
+    world.settle()
+    world.change(paused=False)
+    run_down(world)
+    assert world.revisions() == {world.status.update_revision}
+
+
+def test_on_delete_waits_for_hands():
+    world = up(replicas=2, rollout={"strategy": "OnDelete"})
+    (old,) = world.revisions()
+    image(world, 2)
+    run_down(world)
+    assert world.revisions() == {old}
+    assert world.condition("Progressing").reason == "WaitingForDelete"
+    for index in (0, 1):
+        world.remove(world.pod(1, index))
+    run_down(world)
+    assert {p.revision for p in world.pods.values() if p.group == 1} == {world.status.update_revision}
+    assert {p.revision for p in world.pods.values() if p.group == 0} == {old}
+
+
+def selector(world):
+    return world.children[("Service", "demo")]["spec"]["selector"].get("dpinference.dev/revision")
+
+
+def test_blue_green_switches_traffic_only_when_every_new_group_serves():
+    world = up(replicas=2, rollout={"strategy": "BlueGreen", "scaleDownDelaySeconds": 60})
+    (blue,) = world.revisions()
+    assert selector(world) == blue
+    image(world, 2)
+    world.settle()
+    assert len(world.pods) == 8
+    green = world.status.update_revision
+    assert selector(world) == blue
+    for name in [n for n, p in world.pods.items() if p.revision == green and p.group == 0]:
+        world.make_ready(name)
+    world.settle()
+    assert selector(world) == blue
+    world.all_ready()
+    plan = world.settle()
+    assert selector(world) == green
+    assert len(world.pods) == 8
+    assert plan.requeue_at == world.now + 60
+    assert any(e.reason is EventReason.TRAFFIC_SWITCHED for e in world.events)
+    world.now += 60
+    world.settle()
+    assert world.revisions() == {green}
+    assert {d[2] for d in world.deleted} == {"OldColour"}
+    assert world.condition("Progressing").reason == "RolloutComplete"
+
+
+def test_a_green_that_is_given_up_goes_and_blue_never_stops_serving():
+    world = up(replicas=2, rollout={"strategy": "BlueGreen"})
+    (blue,) = world.revisions()
+    before = dict(world.pods)
+    image(world, "bad")
+    world.settle()
+    image(world, 1)
+    world.settle()
+    assert world.pods == before
+    assert selector(world) == blue
+    assert {d[2] for d in world.deleted} == {"NewRevision"}
+
+
+def test_going_back_uses_the_old_revision_again():
+    world = up()
+    (first,) = world.revisions()
+    image(world, 2)
+    run_down(world)
+    image(world, 1)
+    run_down(world)
+    assert world.revisions() == {first}
+    numbers = {k[1]: c["revision"] for k, c in world.children.items() if k[0] == "ControllerRevision"}
+    assert numbers[f"demo-{first}"] == 3
+    assert len(numbers) == 2
+
+
+def test_history_is_bounded_and_keeps_what_is_in_use():
+    world = up(revisionHistoryLimit=2)
+    for tag in range(2, 8):
+        image(world, tag)
+        run_down(world, 4)
+    kept = [k for k in world.children if k[0] == "ControllerRevision"]
+    assert len(kept) == 3
+    assert ("ControllerRevision", f"demo-{world.status.update_revision}") in kept
+
+
+def test_a_rollout_without_progress_is_reported_at_its_deadline():
+    world = up(rollout={"progressDeadlineSeconds": 100})
+    image(world, 2)
+    world.settle()
+    began = world.now
+    plan = world.settle()
+    assert plan.requeue_at <= began + 100
+    world.now = began + 100
+    world.settle()
+    assert world.condition("Progressing").reason == "ProgressDeadlineExceeded"
+
+
+def test_min_ready_seconds_counts_before_the_next_group_goes():
+    world = up(replicas=2, rollout={"minReadySeconds": 30})
+    world.now += 30
+    world.settle()
+    image(world, 2)
+    world.settle()
+    world.all_ready()
+    plan = world.settle()
+    assert len(world.revisions()) == 2
+    assert plan.requeue_at == world.now + 30
+    world.now += 30
+    world.settle()
+    assert world.revisions() == {world.status.update_revision}
+
+
+def test_new_defaults_roll_nothing_and_a_written_default_does_not_either():
+    world = up()
+    before = dict(world.pods)
+    world.change(lifecycle={"preStopSeconds": 15}, storage={"sharedMemory": "8Gi"}, template={})
+    world.settle()
+    assert world.pods == before
+
+
+def test_a_hash_that_another_spec_has_is_stepped_over(monkeypatch):
+    from dpi_operator.plan import revisions
+
+    monkeypatch.setattr(revisions, "revision_hash", lambda fields, collisions=0: f"hash{collisions}")
+    world = up()
+    image(world, 2)
+    run_down(world)
+    assert world.status.collision_count == 1
+    assert world.revisions() == {"hash1"}
+
+
+# -- properties ----------------------------------------------------------------------------------------------------
+
+NO_SHRINK = (Phase.explicit, Phase.reuse, Phase.generate)
+"""Seeds do not shrink to anything simpler, they only cost minutes."""
+
+STRATEGIES = st.sampled_from(["RollingUpdate", "BlueGreen", "OnDelete"])
+
+
+@settings(max_examples=15, deadline=None, phases=NO_SHRINK, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    seed=st.integers(0, 2**32),
+    strategy=STRATEGIES,
+    away=st.integers(0, 3),
+    above=st.integers(0, 2),
+    coupled=st.booleans(),
+    instant=st.booleans(),
+)
+def test_whatever_happens_plans_come_to_rest_and_keep_their_promises(seed, strategy, away, above, coupled, instant):
+    """Random lives of pods, edits and operator restarts. Every settle() proves that planning rests; the world itself
+    refuses deletions by a wrong uid and creations over a living name."""
+    assume(away or above)
+    rng = random.Random(seed)
+    most = rng.choice([0, 2, 5])
+    world = World(
+        document(
+            replicas=rng.randint(1, 3),
+            rollout={"strategy": strategy, "maxUnavailable": away, "maxSurge": above, "scaleDownDelaySeconds": 5},
+            failurePolicy={
+                "maxRestarts": most,
+                "backoff": {"baseSeconds": 1, "maxSeconds": 4, "resetAfterSeconds": 100_000},
+                "stuckTerminatingSeconds": 20,
+                "action": "RecreateGroup" if coupled else "Auto",
+            },
+        ),
+        instant=instant,
+    )
+    failures: dict[str, int] = {}
+    recreated: dict[str, int] = {}
+    tag = 1
+    for _ in range(40):
+        world.settle()
+        for _, name, reason in world.deleted:
+            if reason in ("Failed", "GroupBroken"):
+                recreated[name] = recreated.get(name, 0) + 1
+        world.deleted.clear()
+        what = rng.random()
+        pods = sorted(world.pods)
+        alive = [n for n in pods if world.pods[n].deleting is None and not world.pods[n].failed]
+        if what < 0.35:
+            world.all_ready()
+        elif what < 0.55 and alive:
+            name = rng.choice(alive)
+            world.start(name)
+            world.fail(name)
+            failures[name] = failures.get(name, 0) + 1
+        elif what < 0.62 and alive:
+            world.kubectl_delete(rng.choice(alive))
+        elif what < 0.72:
+            for name in pods:
+                if world.pods[name].deleting is not None:
+                    world.remove(name)
+        elif what < 0.80:
+            world.change(replicas=rng.randint(0, 4))
+        elif what < 0.86:
+            tag += 1
+            image(world, rng.randint(1, 3))
+        elif what < 0.9:
+            world.change(paused=rng.random() < 0.5)
+        world.now += rng.choice([0, 1, 2, 10, 100])
+    allowed = dict.fromkeys(recreated, most + 1)
+    if not coupled:
+        assert all(recreated[n] <= min(allowed[n], failures.get(n, 0)) for n in recreated), (recreated, failures)
+    # Left alone, with room in the budget, it heals.
+    world.change(paused=False, replicas=2, failurePolicy={"maxRestarts": None}, rollout={"strategy": "RollingUpdate"})
+    for _ in range(40):
+        world.settle()
+        for name in list(world.pods):
+            if world.pods[name].deleting is not None:
+                world.remove(name)
+        world.settle()
+        world.all_ready()
+        world.now += 30
+    world.settle()
+    assert world.status.ready_replicas == 2, world.status
+    assert world.condition("Ready").status == "True"
+    assert {p.revision for p in world.pods.values()} == {world.status.update_revision}
+    assert len(world.pods) == 4
+
+
+@settings(max_examples=10, deadline=None, phases=NO_SHRINK)
+@given(replicas=st.integers(2, 5), away=st.integers(0, 3), above=st.integers(0, 3), seed=st.integers(0, 1000))
+def test_a_rollout_alone_never_takes_more_groups_away_than_it_may(replicas, away, above, seed):
+    assume(away or above)
+    rng = random.Random(seed)
+    world = up(replicas=replicas, rollout={"maxUnavailable": away, "maxSurge": above})
+    image(world, 2)
+    allowed = limits(Rollout(max_unavailable=away, max_surge=above), replicas)
+    for _ in range(60):
+        world.settle()
+        serving = {p.group for p in world.pods.values() if p.index == 0 and p.ready}
+        assert len(serving) >= replicas - allowed[0]
+        groups = {(p.revision, p.group) for p in world.pods.values()}
+        assert len(groups) <= replicas + allowed[1]
+        waiting = sorted(n for n, p in world.pods.items() if not p.ready)
+        if waiting:
+            world.make_ready(rng.choice(waiting))
+        world.now += 1
+    world.settle()
+    assert world.condition("Progressing").reason == "RolloutComplete"
+
+
+@settings(max_examples=8, deadline=None, phases=NO_SHRINK)
+@given(first=st.integers(1, 4), more=st.integers(1, 4))
+def test_ready_groups_are_never_touched_by_a_scale_up(first, more):
+    world = up(replicas=first)
+    before = dict(world.pods)
+    world.change(replicas=first + more)
+    world.settle()
+    assert before.items() <= world.pods.items()
+    assert not world.deleted
+    assert world.now == START

@@ -1,0 +1,1 @@
+"""The steps of gpu_check.py, each a module that runs by itself: `python -m gpu_steps.NAME --device cuda`."""
