@@ -105,7 +105,7 @@ CASES = {
     },
     **{
         f"{runtime}-{shape}-{mode.lower()}": {
-            "engine": {"runtime": runtime, "device": "cuda"},
+            "engine": {"runtime": runtime, "device": device},
             "model": {"architecture": "MoE" if shape == "moe" else "Dense"},
             "parallelism": {
                 "dataParallelSize": 4,
@@ -114,8 +114,13 @@ CASES = {
             },
             "loadBalancing": {"mode": mode},
         }
-        for runtime in ("dpi", "vllm")
-        for shape in ("dense", "moe")
+        # Our ranks share experts on CPUs alone (config/refusals.py).
+        for runtime, shape, device in (
+            ("dpi", "dense", "cuda"),
+            ("dpi", "moe", "cpu"),
+            ("vllm", "dense", "cuda"),
+            ("vllm", "moe", "cuda"),
+        )
         for mode in ("Internal", "Hybrid", "External", "MultiPort")
         if (runtime, shape, mode) != ("vllm", "dense", "MultiPort")
     },
