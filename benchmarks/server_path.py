@@ -158,7 +158,7 @@ def cpu_clock(pid: int) -> int:
 
 
 def measure(
-    streams: int, steps: int, rounds: int, port: int, pid: int, engine: Engine, texts: Texts
+    streams: int, steps: int, rounds: int, pause_s: float, port: int, pid: int, engine: Engine, texts: Texts
 ) -> dict[str, float]:
     """Medians over the rounds: microseconds of the server's CPU per token and per step, user's share, per request."""
     per_token, users, starts = [], [], []
@@ -175,6 +175,7 @@ def measure(
         clients.wait(EVENT)
         before, user = time.clock_gettime(cpu_clock(pid)), user_s(pid)
         for step in range(1, steps - 1):
+            time.sleep(pause_s)
             engine.step(step, False)
             clients.wait(EVENT)
         spent = time.clock_gettime(cpu_clock(pid)) - before
@@ -207,6 +208,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 32, 64])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--pause-ms", type=float, default=0.0, help="before each step, as long as a model computes")
     parser.add_argument("--loop", choices=("uvloop", "asyncio"), default="uvloop")
     parser.add_argument("--serve", nargs=2, metavar=("FOLDER", "PORT"), help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -234,7 +236,9 @@ def main() -> None:
                             raise
                         time.sleep(0.1)
                 for streams in args.streams:
-                    r = measure(streams, args.steps, args.rounds, port, process.pid, engine, texts)
+                    r = measure(
+                        streams, args.steps, args.rounds, args.pause_ms / 1000, port, process.pid, engine, texts
+                    )
                     cells = (
                         f"{streams}",
                         f"{r['us_per_token']:.1f}",
