@@ -4,18 +4,59 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
 from dpi_engine.frontend.interface import (
     EngineError,
+    Generation,
     GenerationRequest,
     InvalidRequest,
     NoReadyRank,
     TokenDelta,
 )
 from dpi_engine.wire.messages import LogprobsLists, RankInfo, RankState
+
+
+class Pulled(Generation):
+    """Deltas of a generator, which goes on when its last delta was taken."""
+
+    def __init__(self, deltas: AsyncGenerator[TokenDelta, None]) -> None:
+        self._deltas = deltas
+        self._ready: TokenDelta | EngineError | None = None
+        self._taken = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        self._task = asyncio.create_task(self._pull(listener))
+
+    async def _pull(self, listener: Callable[[], None]) -> None:
+        try:
+            async with aclosing(self._deltas) as deltas:
+                async for delta in deltas:
+                    self._ready = delta
+                    self._taken.clear()
+                    listener()
+                    await self._taken.wait()
+        except EngineError as error:
+            self._ready = error
+            listener()
+
+    def take(self) -> TokenDelta | None:
+        ready, self._ready = self._ready, None
+        self._taken.set()
+        if isinstance(ready, EngineError):
+            raise ready
+        return ready
+
+    def leave(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def __anext__(self) -> TokenDelta:
+        return await anext(self._deltas)
 
 
 @dataclass
@@ -42,7 +83,10 @@ class EchoClient:
     generated: int = 0
     calls: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
+    def generate(self, request: GenerationRequest) -> Generation:
+        return Pulled(self._deltas(request))
+
+    async def _deltas(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta, None]:
         if not self.ready():
             raise NoReadyRank("no rank is ready")
         rank = request.data_parallel_rank or 0

@@ -130,6 +130,15 @@ def test_counters_follow_totals_and_never_go_back() -> None:
     assert value(metrics, "vllm:prefix_cache_queries_total") == 13
 
 
+def test_totals_count_whole_when_a_rank_restarts_before_anybody_looks() -> None:
+    metrics = Metrics("m", 100)
+    for epoch, seq, preemptions in ((1, 1, 5), (1, 2, 6), (1, 3, 9), (2, 1, 1), (2, 2, 3)):
+        metrics.on_stats(0, LoadRecord(0, epoch, seq, 3, seq, 0.25, 100, preemptions))
+    metrics.on_rank(RankInfo(rank=0, state=RankState.LOST, epoch=2))
+    assert value(metrics, "vllm:num_preemptions_total") == 4 + 3
+    assert value(metrics, "vllm:num_requests_running") == 0
+
+
 def test_statistics_of_a_rank_that_only_sends_deltas() -> None:
     metrics = Metrics("m", 100)
     stats = SchedulerStats(

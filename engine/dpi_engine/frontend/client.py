@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import zmq
@@ -17,11 +17,11 @@ from dpi_engine.frontend.feed import CoordinatorFeed
 from dpi_engine.frontend.interface import (
     EngineClient,
     EngineError,
+    Generation,
     GenerationRequest,
     NoReadyRank,
     Overloaded,
     RankLost,
-    TokenDelta,
 )
 from dpi_engine.frontend.keeper import RankKeeper
 from dpi_engine.frontend.links import RANK_BYTES, Links
@@ -238,11 +238,11 @@ class ZmqEngineClient(EngineClient):
 
     # -- what the HTTP server asks ---------------------------------------------------------------------------------
 
-    def generate(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
+    def generate(self, request: GenerationRequest) -> Generation:
         """Deltas of one request until it is finished.
 
-        It is sent when the first delta is asked for. Leaving early (`aclose`, cancellation, dropping the iterator)
-        aborts it in the engine at once. Raises, from the first `anext` on: InvalidRequest, NoReadyRank, Overloaded,
+        It is sent by `listen`, or when the first delta is asked for. Leaving early (`leave`, `aclose`, cancellation,
+        dropping it) aborts it in the engine at once. Raises, from then on: InvalidRequest, NoReadyRank, Overloaded,
         RankLost, ClientClosed, EngineError.
         """
         return TokenStream(self, request)
@@ -428,6 +428,7 @@ class ZmqEngineClient(EngineClient):
 
     def _take(self, rank: int, message: EngineCoreOutputs) -> None:
         streams, router, indexed = self._streams, self._router, self._extended
+        told: list[RequestStream] = []
         for output in message.outputs:
             stream = streams.get(output.request_id)
             if stream is None or stream.rank != rank:
@@ -442,12 +443,16 @@ class ZmqEngineClient(EngineClient):
                     continue
             if output.new_token_ids and len(stream.output_token_ids) == stream.placed_at:
                 router.prefilled(stream.wire_id)
-            stream.push(output, indexed)
+            if stream.push(output, indexed):
+                told.append(stream)
             if stream.finished:
                 del streams[stream.wire_id]
                 router.finish(stream.wire_id)
                 if output.finish_reason is None:  # ended here, not by the engine
                     self._send(rank, RequestType.ABORT, [stream.wire_id])
+        # Readers run when all outputs are in their streams: what they do may bring further messages in.
+        for stream in told:
+            self._tell(stream)
         for wire_id in message.finished_requests or ():
             stream = streams.get(wire_id)
             if stream is not None and stream.rank == rank:
@@ -463,6 +468,13 @@ class ZmqEngineClient(EngineClient):
             self._hooks.stats(rank, stats)
         if message.utility_output is not None and not self._utility.answer(message.utility_output):
             self.counters.count("output", "late_utility_answer")
+
+    def _tell(self, stream: RequestStream) -> None:
+        try:
+            stream.wake()
+        except Exception:
+            logger.exception("the reader of request %s failed", stream.request.request_id)
+            self.abandon(stream)
 
     def _on_load(self, record: LoadRecord) -> None:
         if record.rank in self._links and self._router.report(

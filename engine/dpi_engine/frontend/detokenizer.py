@@ -34,6 +34,7 @@ class Vocabulary:
         self._added = tokenizer.get_added_tokens_decoder()
         self._special = frozenset(i for i, token in self._added.items() if token.special)
         self._bytes: dict[int, bytes] = {}
+        self._settled: dict[bool, dict[int, str]] = {False: {}, True: {}}
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special
@@ -53,6 +54,13 @@ class Vocabulary:
         if self.byte_level:
             return ByteStream(self, skip_special_tokens)
         return DecodedStream(self.tokenizer, prompt_token_ids, skip_special_tokens)
+
+    def settled_texts(self, skip_special_tokens: bool) -> dict[int, str]:
+        """Texts of tokens that leave no character open where none was: they are the same wherever the token stands.
+
+        Streams over a byte-level vocabulary fill it as they meet the tokens.
+        """
+        return self._settled[skip_special_tokens]
 
     def _find_bytes(self, token_id: int) -> bytes:
         if token_id < 0:
@@ -94,12 +102,24 @@ class ByteStream:
     def __init__(self, vocabulary: Vocabulary, skip_special_tokens: bool) -> None:
         self._vocabulary = vocabulary
         self._skip = skip_special_tokens
+        self._texts = vocabulary.settled_texts(skip_special_tokens)
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._open = False  # the decoder keeps the beginning of a character
 
     def step(self, token_id: int) -> str:
+        was_open = self._open
+        if not was_open:
+            known = self._texts.get(token_id)
+            if known is not None:
+                return known
         if self._skip and self._vocabulary.is_special(token_id):
-            return ""
-        return self._decoder.decode(self._vocabulary.token_bytes(token_id))
+            text = ""
+        else:
+            text = self._decoder.decode(self._vocabulary.token_bytes(token_id))
+            self._open = bool(self._decoder.getstate()[0])
+        if not was_open and not self._open:
+            self._texts[token_id] = text
+        return text
 
     def flush(self) -> str:
         return self._decoder.decode(b"", final=True)
@@ -170,6 +190,7 @@ class Detokenizer:
         self._stream = vocabulary.stream(prompt_token_ids, skip_special_tokens)
         self._matcher = StopMatcher(stop, include_stop_str_in_output)
         self._include = include_stop_str_in_output
+        self._any_stop = bool(stop)
         self._min_tokens = min_tokens
         self._count = 0
         self._stopped = False
@@ -184,6 +205,9 @@ class Detokenizer:
         """
         if self._stopped:
             return Piece("")
+        if len(token_ids) == 1 and not self._any_stop and not last_is_stop_token:
+            self._count += 1
+            return Piece(self._stream.step(token_ids[0]), None, 1)
         parts: list[str] = []
         silent = len(token_ids) - 1 if last_is_stop_token and not self._include else -1
         for index, token_id in enumerate(token_ids):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from abc import abstractmethod
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Protocol
 
 import msgspec
@@ -70,13 +71,35 @@ class RankElsewhere(EngineError):
     code = "rank_elsewhere"
 
 
+class Generation(AsyncIterator[TokenDelta]):
+    """One request's deltas until it is finished, for one reader: either called (`listen`) or waiting (`async for`).
+
+    What the reader leaves is merged into one delta.
+    """
+
+    @abstractmethod
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Send the request; `listener` is called in the event loop when `take` has something, until `leave`.
+
+        Raises InvalidRequest, NoReadyRank, Overloaded, or another EngineError.
+        """
+
+    @abstractmethod
+    def take(self) -> TokenDelta | None:
+        """All that is new since the last call, or None. Raises the EngineError that the request ended in, once."""
+
+    @abstractmethod
+    def leave(self) -> None:
+        """Want no more: a request that has not finished is aborted in the engine. Idempotent."""
+
+
 class EngineClient(Protocol):
     """The front end's view of all ranks."""
 
     max_model_len: int
 
-    def generate(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
-        """Yield deltas until finished. Leaving the iterator early (or cancelling) aborts the request in the core."""
+    def generate(self, request: GenerationRequest) -> Generation:
+        """Leaving the iterator early (or cancelling) aborts the request in the core."""
         ...
 
     async def utility(self, method: str, *args: Any, timeout: float = 30.0) -> dict[int, Any]:

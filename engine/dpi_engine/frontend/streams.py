@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from dpi_engine.frontend.interface import (
     EngineError,
@@ -69,6 +70,7 @@ class RequestStream:
         "epoch",
         "error",
         "finished",
+        "listener",
         "output_token_ids",
         "placed_at",
         "rank",
@@ -91,6 +93,7 @@ class RequestStream:
         self.finished = False  # nothing more will be accepted
         self.taken = False  # the reader has all
         self.error: EngineError | None = None
+        self.listener: Callable[[], None] | None = None  # called in place of waking the one who waits
         self._ids: list[int] = []
         self._logprobs: LogprobsLists | None = None
         self._prompt_logprobs: LogprobsLists | None = None
@@ -100,26 +103,26 @@ class RequestStream:
         self._stop_reason: int | str | None = None
         self._waiter: asyncio.Future[None] | None = None
 
-    def push(self, output: EngineCoreOutput, indexed: bool) -> None:
+    def push(self, output: EngineCoreOutput, indexed: bool) -> bool:
         """Take over an engine's output. `indexed`: `output_index` is meant, so tokens that came before are left out.
 
-        A gap in the indexes, which only a faulty engine makes, ends the request with an error.
+        A gap in the indexes, which only a faulty engine makes, ends the request with an error. Returns whether there is
+        news: the reader is to be told by `wake`.
         """
         if self.finished:
-            return
+            return False
         ids = output.new_token_ids
         logprobs = output.new_logprobs
         known = len(self.output_token_ids)
         if indexed and ids and output.output_index != known:
             skip = known - output.output_index
             if skip < 0:
-                self.fail(
-                    EngineError(
-                        f"rank {self.rank}: output index {output.output_index} came where {known} was expected; "
-                        "tokens between them are missing"
-                    )
+                self.finished = True
+                self.error = EngineError(
+                    f"rank {self.rank}: output index {output.output_index} came where {known} was expected; "
+                    "tokens between them are missing"
                 )
-                return
+                return True
             ids = ids[skip:]
             if logprobs is not None:
                 logprobs = LogprobsLists(logprobs.token_ids[skip:], logprobs.logprobs[skip:], logprobs.ranks[skip:])
@@ -142,15 +145,14 @@ class RequestStream:
             self._events = [*(self._events or ()), *output.events]  # they ride on the next delta
         reason = output.finish_reason
         if reason is not None:
-            if reason == FinishReason.ERROR:
-                self.fail(self.error_of(output))
-                return
             self.finished = True
+            if reason == FinishReason.ERROR:
+                self.error = self.error_of(output)
+                return True
             self._finish_reason = FINISH_WORDS[reason]
             self._stop_reason = output.stop_reason
             news = True
-        if news:
-            self.wake()
+        return news
 
     def error_of(self, output: EngineCoreOutput) -> EngineError:
         """What an output that ended in ERROR says."""
@@ -161,7 +163,10 @@ class RequestStream:
         if not self.finished:
             self.finished = True
             self.error = error
-            self.wake()
+            if self.listener is None:
+                self.wake()
+            else:  # not within the news of a rank that ends many
+                asyncio.get_running_loop().call_soon(self.wake)
 
     def take(self) -> TokenDelta | None:
         """All that is new since the last call as one delta, or None."""
@@ -185,6 +190,10 @@ class RequestStream:
         return delta
 
     def wake(self) -> None:
+        """Tell the reader that `take` or `error` has something."""
+        if self.listener is not None:
+            self.listener()
+            return
         waiter = self._waiter
         if waiter is not None and not waiter.done():
             waiter.set_result(None)

@@ -1,11 +1,11 @@
-"""The iterator that `generate` returns."""
+"""What `generate` returns: the tokens of one request, for a reader that is called or one that waits."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import Callable
 from typing import Protocol
 
-from dpi_engine.frontend.interface import GenerationRequest, TokenDelta
+from dpi_engine.frontend.interface import Generation, GenerationRequest, TokenDelta
 from dpi_engine.frontend.streams import RequestStream
 
 
@@ -19,8 +19,8 @@ class Sender(Protocol):
     def abandon_from_anywhere(self, stream: RequestStream) -> None: ...
 
 
-class TokenStream(AsyncIterator[TokenDelta]):
-    """What `generate` returns. Sends at the first `anext`; aborts when left before the end."""
+class TokenStream(Generation):
+    """Sends at `listen` or at the first `anext`; aborts when left before the end."""
 
     def __init__(self, client: Sender, request: GenerationRequest) -> None:
         self._client = client
@@ -28,27 +28,47 @@ class TokenStream(AsyncIterator[TokenDelta]):
         self._stream: RequestStream | None = None
         self._over = False
 
+    def listen(self, listener: Callable[[], None]) -> None:
+        self._begin().listener = listener
+
+    def take(self) -> TokenDelta | None:
+        stream = self._stream
+        if stream is None or self._over:
+            return None
+        delta = stream.take()
+        if delta is not None:
+            self._over = stream.taken
+            return delta
+        if stream.error is not None:
+            self._over = True
+            raise stream.error
+        return None
+
+    def leave(self) -> None:
+        self._over = True
+        if self._stream is not None:
+            self._stream.listener = None
+            self._client.abandon(self._stream)
+
+    def _begin(self) -> RequestStream:
+        try:
+            self._stream = self._client.begin(self._request)
+        except BaseException:
+            self._over = True
+            raise
+        return self._stream
+
     def __aiter__(self) -> TokenStream:
         return self
 
     async def __anext__(self) -> TokenDelta:
         if self._over:
             raise StopAsyncIteration
-        stream = self._stream
-        if stream is None:
-            try:
-                stream = self._stream = self._client.begin(self._request)
-            except BaseException:
-                self._over = True
-                raise
+        stream = self._stream or self._begin()
         while True:
-            delta = stream.take()
+            delta = self.take()
             if delta is not None:
-                self._over = stream.taken
                 return delta
-            if stream.error is not None:
-                self._over = True
-                raise stream.error
             try:
                 await stream.wait()
             except BaseException:
@@ -57,10 +77,8 @@ class TokenStream(AsyncIterator[TokenDelta]):
                 raise
 
     async def aclose(self) -> None:
-        """Leave; the engine is told at once if it has not finished."""
-        self._over = True
-        if self._stream is not None:
-            self._client.abandon(self._stream)
+        """`leave`."""
+        self.leave()
 
     def __del__(self) -> None:
         stream = self._stream

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
@@ -37,18 +36,15 @@ async def answer_whole(request: web.Request, make_body: Callable[[], Awaitable[b
         state.leave(active)
 
 
-async def answer_stream(request: web.Request, chunks: AsyncGenerator[bytes, None]) -> web.StreamResponse:
-    """Send chunks as events as they come. Closes `chunks` however it ends."""
+async def answer_stream(request: web.Request, produce: Callable[[EventStream], Awaitable[bytes]]) -> web.StreamResponse:
+    """A stream of events. `produce` puts them, and returns those that go out with the end mark."""
     state = request.app[STATE]
     stream = EventStream(request)
     active = state.enter()
     state.streams.add(stream)
     try:
         try:
-            async with aclosing(chunks):
-                async for chunk in chunks:
-                    await stream.send(chunk)
-            return await stream.done()
+            return await stream.done(await produce(stream))
         except EngineError as error:
             return await stream.fail(from_engine(error))
         except ApiError as error:

@@ -70,3 +70,4 @@ async def _housekeeping(app: web.Application) -> AsyncIterator[None]:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+    state.metrics.flush()

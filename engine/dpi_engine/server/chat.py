@@ -141,6 +141,9 @@ class _Job(Job):
             response.prompt_token_ids = plan.prompts[0].token_ids
         return response
 
+    def text_chunk(self, index: int, text: Any) -> ChatChunk:
+        return self.chunk([ChatChunkChoice(index=index, delta=ChatDelta(content=text))])
+
     def news(self, output: Output) -> Iterator[ChatChunk]:
         """The role comes first for each choice."""
         plan = self.plan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from aiohttp import web
 
@@ -126,6 +127,9 @@ class _Job(Job):
         return CompletionResponse(
             id=plan.request_id, created=self.created, model=plan.model, choices=answers, usage=plan.usage()
         )
+
+    def text_chunk(self, index: int, text: Any) -> CompletionResponse:
+        return self.chunk([CompletionChoice(index=index, text=text)])
 
     def news(self, output: Output) -> Iterator[CompletionResponse]:
         if not output.token_ids and output.finish_reason is None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,10 +13,14 @@ from aiohttp import web
 
 from dpi_engine.server.answering import answer_stream, answer_whole
 from dpi_engine.server.generation import Plan
-from dpi_engine.server.sequence import Output, merged
+from dpi_engine.server.sequence import Output, generate
+from dpi_engine.server.sse import EventStream, event
 from dpi_engine.server.state import ServerState
 
 _encode = msgspec.json.Encoder().encode
+
+_GAP = b"\0"
+"""Stands in an encoded chunk where the text goes: no JSON text has this byte."""
 
 
 @dataclass(slots=True)
@@ -41,6 +44,8 @@ class Job(ABC):
         self.plan = plan
         self.created = int(time.time())
         self._shows_tokens = shows_tokens or plan.return_token_ids
+        self._plain = not (self._shows_tokens or plan.continuous_usage)
+        self._frames: dict[int, tuple[bytes, bytes]] = {}
         self.begun: set[int] = set()
 
     @abstractmethod
@@ -52,37 +57,42 @@ class Job(ABC):
         """The body of a whole answer, of all choices in order."""
 
     @abstractmethod
+    def text_chunk(self, index: int, text: Any) -> Any:
+        """The chunk that tells of text in the middle of a choice, and of nothing else."""
+
+    @abstractmethod
     def news(self, output: Output) -> Iterator[Any]:
         """The chunks that tell of one output."""
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         """Generate and answer as was asked for. Raises ApiError."""
-        return await (
-            answer_stream(request, self._chunks()) if self.plan.stream else answer_whole(request, self._whole)
-        )
+        return await (answer_stream(request, self._stream) if self.plan.stream else answer_whole(request, self._whole))
 
     async def _whole(self) -> bytes:
-        wholes = [Whole() for _ in self.plan.choices]
-        texts: list[list[str]] = [[] for _ in wholes]
-        async with aclosing(merged(self.plan.choices, self.state.client)) as outputs:
-            async for output in outputs:
-                whole = wholes[output.index]
-                texts[output.index].append(output.text)
-                whole.token_ids.extend(output.token_ids)
-                whole.logprobs.extend(self.logprobs(output))
-                whole.finish_reason, whole.stop_reason = output.finish_reason, output.stop_reason
-        for whole, parts in zip(wholes, texts, strict=True):
-            whole.text = "".join(parts)
-        return _encode(self.response(wholes))
+        collector = _Collector(self)
+        await generate(self.plan.choices, self.state.client, collector)
+        return _encode(self.response(collector.wholes()))
 
-    async def _chunks(self) -> AsyncGenerator[bytes, None]:
+    async def _stream(self, stream: EventStream) -> bytes:
         """With include_usage, a last chunk without choices has the counts."""
-        async with aclosing(merged(self.plan.choices, self.state.client)) as outputs:
-            async for output in outputs:
-                for chunk in self.news(output):
-                    yield _encode(chunk)
-        if self.plan.include_usage:
-            yield _encode(self.chunk([], last=True))
+        await generate(self.plan.choices, self.state.client, _Events(self, stream))
+        return event(_encode(self.chunk([], last=True))) if self.plan.include_usage else b""
+
+    def events(self, output: Output) -> bytes:
+        """The events that tell of one output; empty if there is nothing to tell yet."""
+        frame = self._frames.get(output.index)
+        if frame is None or output.finish_reason is not None:
+            if self._plain and output.index in self.begun:
+                self._frames[output.index] = self._frame(output.index)
+            return b"".join([event(_encode(chunk)) for chunk in self.news(output)])
+        if not output.text:
+            return b""
+        return b"%b%b%b" % (frame[0], _encode(output.text), frame[1])
+
+    def _frame(self, index: int) -> tuple[bytes, bytes]:
+        """What stands before and after the text in every event of a choice that has text and nothing else."""
+        before, _, after = event(_encode(self.text_chunk(index, msgspec.Raw(_GAP)))).partition(_GAP)
+        return before, after
 
     def is_first(self, index: int) -> bool:
         """True once for each choice: the first time that it is asked."""
@@ -101,3 +111,47 @@ class Job(ABC):
         if plan.include_usage:
             chunk.usage = plan.usage() if last or plan.continuous_usage else None
         return chunk
+
+
+class _Collector:
+    """Takes all outputs of a job."""
+
+    full = False
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._wholes = [Whole() for _ in job.plan.choices]
+        self._texts: list[list[str]] = [[] for _ in self._wholes]
+
+    def put(self, output: Output) -> None:
+        whole = self._wholes[output.index]
+        self._texts[output.index].append(output.text)
+        whole.token_ids.extend(output.token_ids)
+        whole.logprobs.extend(self._job.logprobs(output))
+        whole.finish_reason, whole.stop_reason = output.finish_reason, output.stop_reason
+
+    async def room(self) -> None:
+        return
+
+    def wholes(self) -> list[Whole]:
+        for whole, parts in zip(self._wholes, self._texts, strict=True):
+            whole.text = "".join(parts)
+        return self._wholes
+
+
+class _Events:
+    """Puts what a job tells of each output into a stream."""
+
+    def __init__(self, job: Job, stream: EventStream) -> None:
+        self._events = job.events
+        self._stream = stream
+        self.room = stream.room
+
+    @property
+    def full(self) -> bool:
+        return self._stream.full
+
+    def put(self, output: Output) -> None:
+        events = self._events(output)
+        if events:
+            self._stream.put(events)

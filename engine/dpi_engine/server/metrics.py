@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import prometheus_client
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from dpi_engine.frontend.events import RankEvent
 from dpi_engine.server.metrics_table import METRICS, Kind, Metric, token_buckets
+from dpi_engine.server.tally import BatchHistogram, TokenTally
 from dpi_engine.wire.counters import WireCounters
 from dpi_engine.wire.messages import (
     EngineCoreEvent,
@@ -56,6 +57,8 @@ class Metrics:
         self._by_name: dict[str, Any] = {m.name: self._make(m, token_buckets(max_model_len)) for m in METRICS}
         self._children: dict[tuple[str, ...], Any] = {}
         self._totals: dict[int, LoadRecord] = {}
+        self._news: dict[int, LoadRecord] = {}  # load records that are not in the metrics yet
+        self._tallies: dict[int, TokenTally] = {}
         self._wire: list[tuple[WireCounters, dict[tuple[str, str], int]]] = []
         if not self._shared_dir:
             prometheus_client.ProcessCollector(registry=self._registry)
@@ -69,10 +72,31 @@ class Metrics:
         if metric.kind is Kind.COUNTER:
             return Counter(metric.name, metric.help, metric.labels, registry=self._registry)
         buckets = metric.buckets or length_buckets
-        return Histogram(metric.name, metric.help, metric.labels, registry=self._registry, buckets=buckets)
+        return BatchHistogram(metric.name, metric.help, metric.labels, registry=self._registry, buckets=buckets)
+
+    def flush(self) -> None:
+        """Put into the metrics what comes with every step and token, and is only kept until now.
+
+        Whoever reads them sees all of this process, and of others that share the folder what they have flushed.
+        """
+        for tally in self._tallies.values():
+            tally.flush()
+        news, self._news = self._news, {}
+        for rank, record in news.items():
+            self._show_load(rank, record)
+
+    def tally(self, rank: int) -> TokenTally:
+        """Where tokens of a rank are counted."""
+        tally = self._tallies.get(rank)
+        if tally is None:
+            tally = self._tallies[rank] = TokenTally(
+                self.of("vllm:generation_tokens_total", rank), self.of("vllm:inter_token_latency_seconds", rank)
+            )
+        return tally
 
     def exposition(self) -> bytes:
         """The text that /metrics serves, over all processes that share the folder."""
+        self.flush()
         if not self._shared_dir:
             return prometheus_client.generate_latest(self._registry)
         registry = CollectorRegistry()
@@ -109,6 +133,8 @@ class Metrics:
             self.of("dpi_rank_state", info.rank, state.value).set(1 if state is info.state else 0)
         self.of("dpi_rank_epoch", info.rank).set(info.epoch)
         if info.state not in (RankState.READY, RankState.SUSPECT):
+            if (news := self._news.pop(info.rank, None)) is not None:
+                self._show_load(info.rank, news)
             for name in (
                 "vllm:num_requests_running",
                 "vllm:num_requests_waiting",
@@ -135,9 +161,18 @@ class Metrics:
 
     def _on_load(self, rank: int, record: LoadRecord) -> None:
         """A numbered record of absolute numbers. Late ones, by epoch and sequence number, are ignored."""
-        last = self._totals.get(rank)
+        last = self._news.get(rank) or self._totals.get(rank)
         if last is not None and (record.epoch, record.seq) <= (last.epoch, last.seq):
             return
+        if last is None or record.epoch != last.epoch:  # totals of two lives do not add up
+            if (news := self._news.pop(rank, None)) is not None:
+                self._show_load(rank, news)
+            self._show_load(rank, record)
+        else:
+            self._news[rank] = record
+
+    def _show_load(self, rank: int, record: LoadRecord) -> None:
+        last = self._totals.get(rank)
         self._totals[rank] = record
         self.of("vllm:num_requests_running", rank).set(record.running)
         self.of("vllm:num_requests_waiting", rank).set(record.waiting)
@@ -173,6 +208,7 @@ class Metrics:
 
     def refresh(self, ranks: Iterable[RankInfo]) -> None:
         """Take over what is kept elsewhere: wire counts and the states of ranks. Called often, and before a scrape."""
+        self.flush()
         for info in ranks:
             self.on_rank(info)
         for counters, seen in self._wire:
@@ -209,10 +245,8 @@ class RequestTimer:
 
     __slots__ = (
         "_arrival",
-        "_count",
         "_done",
         "_first",
-        "_interval",
         "_last",
         "_max_tokens",
         "_metrics",
@@ -221,6 +255,7 @@ class RequestTimer:
         "_num_tokens",
         "_queue",
         "_rank",
+        "_tally",
     )
 
     def __init__(self, metrics: Metrics, num_prompt_tokens: int, n: int, max_tokens: int, arrival: float) -> None:
@@ -235,8 +270,7 @@ class RequestTimer:
         self._rank = 0
         self._queue: float | None = None
         self._done = False
-        self._count: Any = None
-        self._interval: Any = None
+        self._tally: TokenTally | None = None
 
     def tokens(self, count: int, rank: int, cached_tokens: int | None = None) -> None:
         """`count` tokens arrived from `rank`."""
@@ -244,9 +278,9 @@ class RequestTimer:
             self._rank = rank
             return
         metrics, now = self._metrics, self._metrics.clock()
-        if self._count is None or rank != self._rank:
-            self._count = metrics.of("vllm:generation_tokens_total", rank).inc
-            self._interval = metrics.of("vllm:inter_token_latency_seconds", rank).observe
+        tally = self._tally
+        if tally is None or rank != self._rank:
+            tally = self._tally = metrics.tally(rank)
         self._rank = rank
         if self._first is None:
             self._first = now
@@ -256,12 +290,10 @@ class RequestTimer:
             metrics.of("vllm:time_to_first_token_seconds", rank).observe(max(now - self._arrival, 0.0))
         else:
             # Merged deltas: the time is shared out, so that the count of intervals stays the count of tokens.
-            gap = max(now - self._last, 0.0) / count
-            for _ in range(count):
-                self._interval(gap)
+            tally.interval(max(now - self._last, 0.0) / count, count)
         self._last = now
         self._num_tokens += count
-        self._count(count)
+        tally.tokens += count
 
     def events(self, events: list[EngineCoreEvent]) -> None:
         """The engine's own marks; only their distances are used, since its clock may be another machine's."""
@@ -280,6 +312,7 @@ class RequestTimer:
             return
         self._done = True
         metrics, rank = self._metrics, self._rank
+        metrics.flush()
         metrics.of("vllm:request_success_total", rank, reason if reason in FINISH_REASONS else "error").inc()
         metrics.of("vllm:request_params_n", rank).observe(self._n)
         metrics.of("vllm:request_params_max_tokens", rank).observe(self._max_tokens)

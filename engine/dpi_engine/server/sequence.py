@@ -1,15 +1,22 @@
-"""One sequence on its way from the engine client to a client of ours, and several of them merged."""
+"""The sequences of one request on their way from the engine client to a client of ours."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Protocol
 
 from dpi_engine.frontend.detokenizer import Detokenizer
-from dpi_engine.frontend.interface import EngineClient, EngineError, GenerationRequest, InvalidRequest, TokenDelta
+from dpi_engine.frontend.interface import (
+    EngineClient,
+    EngineError,
+    Generation,
+    GenerationRequest,
+    InvalidRequest,
+    TokenDelta,
+)
 from dpi_engine.server.metrics import RequestTimer
 from dpi_engine.wire.messages import LogprobsLists
 
@@ -48,51 +55,23 @@ class Choice:
     prompt_logprobs: LogprobsLists | None = None
     finished: bool = field(default=False, init=False)
 
-    async def outputs(self, client: EngineClient) -> AsyncGenerator[Output, None]:
-        """Generate. Closing this, or a stop string, closes the client's stream, which aborts the request there.
-
-        Raises EngineError as the client does, also if the stream ends without a finish reason.
-        """
-        reason: str | None = None
-        deltas: AsyncIterator[TokenDelta] | None = None
-        try:
-            deltas = client.generate(self.request)
-            async for delta in deltas:
-                output = self._take(delta)
-                reason = output.finish_reason
-                if reason is not None:
-                    self.finished = True
-                if output.text or output.token_ids or reason is not None or delta.prompt_logprobs is not None:
-                    yield output
-                if reason is not None:
-                    break
-            else:
-                raise EngineError("the engine's stream ended without a finish reason")
-        except InvalidRequest:
-            self.timer.discard()  # the client's fault, answered before any rank had it
-            raise
-        except EngineError:
-            reason = "error"
-            raise
-        finally:
-            self.timer.finished(reason or "abort")
-            if deltas is not None:
-                await _close(deltas)
-
-    def _take(self, delta: TokenDelta) -> Output:
-        if delta.finish_reason == "error":
-            raise EngineError("the engine could not go on with this request")
+    def output(self, delta: TokenDelta) -> Output:
+        """What a delta means to the client. Raises EngineError for one that says so."""
+        reason, stop_reason = delta.finish_reason, delta.stop_reason
+        if reason is not None:
+            if reason == "error":
+                raise EngineError("the engine could not go on with this request")
+            self.finished = True
         if delta.cached_tokens is not None:
             self.cached_tokens = delta.cached_tokens
         if delta.events:
             self.timer.events(delta.events)
-        self.timer.tokens(len(delta.new_token_ids), delta.rank, self.cached_tokens)
+        ids, rows = delta.new_token_ids, delta.logprobs
+        self.timer.tokens(len(ids), delta.rank, self.cached_tokens)
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = joined(self.prompt_logprobs, delta.prompt_logprobs)
         if not self.keep_tokens:
-            return Output(self.index, "", [], None, delta.finish_reason and "length")
-        ids, rows = delta.new_token_ids, delta.logprobs
-        reason, stop_reason = delta.finish_reason, delta.stop_reason
+            return Output(self.index, "", [], None, reason and "length")
         piece = self.detokenizer.push(ids, last_is_stop_token=reason == "stop")
         text, stop = piece.text, piece.stop
         if stop is not None:
@@ -102,16 +81,11 @@ class Choice:
             text, stop = text + rest.text, rest.stop
         if stop is not None:
             reason, stop_reason = "stop", stop
+            self.finished = True
         elif stop_reason in self.hidden_stops:
             stop_reason = None
         self.num_tokens += len(ids)
         return Output(self.index, text, ids, rows, reason, stop_reason)
-
-
-async def _close(iterator: AsyncIterator[Any]) -> None:
-    close = getattr(iterator, "aclose", None)
-    if close is not None:
-        await close()
 
 
 def head(rows: LogprobsLists | None, count: int) -> LogprobsLists | None:
@@ -130,40 +104,103 @@ def joined(first: LogprobsLists | None, more: LogprobsLists) -> LogprobsLists:
     )
 
 
-async def merged(choices: Sequence[Choice], client: EngineClient) -> AsyncGenerator[Output, None]:
-    """Outputs of all choices as they come; order is kept within a choice.
+class Reader(Protocol):
+    """Who wants the outputs. While it is `full` nothing is put, and what comes merges in the engine client."""
 
-    At most one output per choice waits here: a slow reader holds the choices up, whose news then merge in the client.
-    Closing this, or an error in one choice, closes all of them.
+    @property
+    def full(self) -> bool: ...
+
+    def put(self, output: Output) -> None: ...
+
+    async def room(self) -> None:
+        """Return when it is not full any more."""
+        ...
+
+
+async def generate(choices: Sequence[Choice], client: EngineClient, reader: Reader) -> None:
+    """Run all choices to their ends; the reader gets each output as it comes, in order within a choice.
+
+    An output is put in the same turn of the event loop in which its message came: no task is woken for a token. Ending
+    this early, or an error in one choice, aborts all that have not finished. Raises EngineError as the client does, and
+    whatever the reader raises.
     """
-    if len(choices) == 1:
-        async with aclosing(choices[0].outputs(client)) as outputs:
-            async for output in outputs:
-                yield output
-        return
-    queue: asyncio.Queue[Output | BaseException | None] = asyncio.Queue(maxsize=1)
+    await _Generating(choices, client, reader).run()
 
-    async def pump(choice: Choice) -> None:
+
+class _Generating:
+    """The choices of one request while they run. `_turn` calls the task: the reader is full, or all is over."""
+
+    def __init__(self, choices: Sequence[Choice], client: EngineClient, reader: Reader) -> None:
+        self._choices = choices
+        self._client = client
+        self._reader = reader
+        self._left = len(choices)
+        self._held: dict[int, tuple[Choice, Generation]] = {}
+        self._error: Exception | None = None
+        self._over = False
+        self._turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def run(self) -> None:
+        begun: list[tuple[Choice, Generation]] = []
         try:
-            async with aclosing(choice.outputs(client)) as outputs:
-                async for output in outputs:
-                    await queue.put(output)
-            await queue.put(None)
-        except Exception as error:
-            await queue.put(error)
+            for choice in self._choices:
+                source = self._client.generate(choice.request)
+                begun.append((choice, source))
+                try:
+                    source.listen(partial(self._news, choice, source))
+                except Exception as error:
+                    self._fail(choice, error)
+                    break
+            while self._left and self._error is None:
+                await self._turn
+                self._turn = asyncio.get_running_loop().create_future()
+                if self._reader.full and self._left and self._error is None:
+                    await self._reader.room()
+                held, self._held = self._held, {}
+                for choice, source in held.values():
+                    self._news(choice, source)
+            if self._error is not None:
+                raise self._error
+        finally:
+            self._over = True
+            for choice, source in begun:
+                choice.timer.finished("abort")  # which those that have ended do not mind
+                source.leave()
 
-    tasks = [asyncio.create_task(pump(choice)) for choice in choices]
-    running = len(tasks)
-    try:
-        while running:
-            item = await queue.get()
-            if item is None:
-                running -= 1
-            elif isinstance(item, BaseException):
-                raise item
-            else:
-                yield item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    def _news(self, choice: Choice, source: Generation) -> None:
+        """Something came. An error is for the task that runs all this, not for the one that brings the news."""
+        if self._over or choice.finished:
+            return
+        reader = self._reader
+        if reader.full:
+            self._held[choice.index] = choice, source
+            return
+        try:
+            delta = source.take()
+            if delta is None:
+                return
+            output = choice.output(delta)
+            if output.text or output.token_ids or choice.finished or delta.prompt_logprobs is not None:
+                reader.put(output)
+        except Exception as error:
+            self._fail(choice, error)
+            return
+        if choice.finished:
+            self._left -= 1
+            choice.timer.finished(output.finish_reason or "abort")
+            source.leave()  # a stop string ends it here first
+            self._call()
+        elif reader.full:
+            self._call()
+
+    def _fail(self, choice: Choice, error: Exception) -> None:
+        if isinstance(error, InvalidRequest):
+            choice.timer.discard()  # the client's fault, answered before any rank had it
+        elif isinstance(error, EngineError):
+            choice.timer.finished("error")
+        self._over, self._error = True, error
+        self._call()
+
+    def _call(self) -> None:
+        if not self._turn.done():
+            self._turn.set_result(None)
