@@ -19,7 +19,7 @@ from dpi_engine.config.machine import usable_cpus
 from dpi_engine.config.sources import default_cache_dir, resolve_model
 from dpi_engine.core.engine import CoreTimes
 from dpi_engine.models.registry import load_model
-from dpi_engine.ops import select_ops
+from dpi_engine.ops import OpsUnavailable, select_ops
 from dpi_engine.tokenizer.bundle import load_tokenizer
 from dpi_engine.tokenizer.spec import read_spec
 from dpi_engine.wire.messages import EngineCoreRequest, SamplingParams
@@ -68,6 +68,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--ops", default="auto")
+    parser.add_argument("--quantization", "-q", choices=("int8",), help="linears of int8 (CPUs, dtype bfloat16)")
     parser.add_argument("--threads", type=int, default=usable_cpus())
     parser.add_argument("--max-num-batched-tokens", type=int, default=512)
     parser.add_argument("--temperature", type=float, default=0.0)
@@ -81,7 +82,10 @@ def main() -> None:
     cache_dir = default_cache_dir(os.environ, Path.home())
     files = resolve_model(args.model, cache_dir)
     spec = read_spec(files)
-    ops = select_ops(args.device, args.dtype, args.ops, args.threads, cache_dir)
+    try:
+        ops = select_ops(args.device, args.dtype, args.ops, args.threads, cache_dir, args.quantization)
+    except OpsUnavailable as error:
+        raise SystemExit(f"offline: {error}") from None
     length = args.input_len + args.output_len
     model = load_model(files, spec, ops, max_model_len=length, cache_dir=cache_dir)
     budget = plan_blocks(
@@ -102,7 +106,8 @@ def main() -> None:
     )
     engine.runner.warm_up()
     print(
-        f"{args.model}  ops {ops.name}  dtype {ops.dtype}  {args.threads} thread(s)  cache {budget.num_blocks} blocks"
+        f"{args.model}  ops {ops.name}  dtype {ops.dtype}  {ops.quantization or 'plain'} linears  "
+        f"{args.threads} thread(s)  cache {budget.num_blocks} blocks"
     )
     print(f"ready in {time.perf_counter() - started:.2f} s;  {args.input_len} tokens in, {args.output_len} out")
     ids = load_tokenizer(files).tokenizer.encode(TEXT.read_text()).ids

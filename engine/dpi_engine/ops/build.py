@@ -21,6 +21,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from dpi_engine.config.machine import usable_cpus
 from dpi_engine.ops.interface import OpsUnavailable
 
 SOURCES = Path(__file__).parent / "native"
@@ -147,9 +148,11 @@ def compile_library(isa: str, out: Path, compiler: list[str]) -> None:
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=out.parent, prefix=".build-") as folder:
-            objects = {path: f"{folder}/{path.stem}.o" for path in source_files() if path.suffix == ".c"}
+            files = [path for path in source_files() if path.suffix == ".c"]
+            files.sort(key=lambda path: path.stat().st_size, reverse=True)  # about in order of the time they take
+            objects = {path: f"{folder}/{path.stem}.o" for path in files}
             flags = [*COMMON_FLAGS, *ISA_FLAGS[isa]]
-            with ThreadPoolExecutor(4) as pool:
+            with ThreadPoolExecutor(usable_cpus()) as pool:
                 list(pool.map(lambda item: run([*flags, "-c", str(item[0]), "-o", item[1]]), objects.items()))
             # Not linked with an OpenMP runtime on purpose: the symbols come from the one that torch has loaded.
             finished = f"{folder}/library.so"

@@ -180,10 +180,32 @@ static __attribute__((noinline)) void values_by_tiles(const void *const *v, cons
 }
 #endif
 
-/* Turn sizes known at run time into constants, so that the accumulators above are registers. */
+/* Functions of sizes known at run time, which become constants in them, so that the accumulators above are registers. They
+ * are not inlined: in every kind of tile, each with all sizes, they took the compiler a minute. */
 #define CASE(f, r, c) case (r)*8 + (c): f(r, c); break;
 #define CASES(f, r) CASE(f, r, 1) CASE(f, r, 2) CASE(f, r, 3) CASE(f, r, 4)
 #define SPECIALIZE(f, r, c) switch ((r)*8 + (c)) { CASES(f, 1) CASES(f, 2) CASES(f, 3) CASES(f, 4) }
+#define SCORES(NR, NP) if (NP <= KEY_PAGES) scores(k, s, q, dim, NR, NP <= KEY_PAGES ? NP : 1, mode)
+#define VALUES(NR, NV) if (NV <= DIM_VECS) values(v, p, acc, acc_width, n, dp, NR, NV <= DIM_VECS ? NV : 1, mode)
+#define PRODUCTS(KIND, MODE) \
+    static __attribute__((noinline)) void scores_##KIND(const void *const *k, float *s, const void *const *q, int dim, \
+                                                        int nr, int np) { \
+        enum { mode = MODE }; \
+        SPECIALIZE(SCORES, nr, np) \
+    } \
+    static __attribute__((noinline)) void values_##KIND(const void *const *v, const float *p, float *acc, i64 acc_width, \
+                                                        int n, i64 dp, int nr, int nv) { \
+        enum { mode = MODE }; \
+        SPECIALIZE(VALUES, nr, nv) \
+    }
+PRODUCTS(float32, FLOAT32)
+PRODUCTS(widened, WIDENED)
+#if VW == 16
+PRODUCTS(dot, DOT)
+#define PRODUCT(NAME, MODE) ((MODE) == FLOAT32 ? NAME##_float32 : (MODE) == WIDENED ? NAME##_widened : NAME##_dot)
+#else
+#define PRODUCT(NAME, MODE) ((MODE) == FLOAT32 ? NAME##_float32 : NAME##_widened)
+#endif
 
 /* A page in the form of values -> keys, `dim` of them. */
 INLINE void keys_of(const void *values, void *keys, int dim, const int mode) {
@@ -261,8 +283,7 @@ INLINE void tile(const attention_args *a, int seq, int kv_head, i64 row0, int ro
         for (int p = 0; p < pages && mode != TILES; p += KEY_PAGES)
             for (int r = 0; r < rows; r += 4) {
                 const int nr = rows - r < 4 ? rows - r : 4, np = pages - p < KEY_PAGES ? pages - p : KEY_PAGES;
-#define SCORES(NR, NP) if (NP <= KEY_PAGES) scores(k + p, s + r * CHUNK + p * PAGE, q + r, D, NR, NP <= KEY_PAGES ? NP : 1, mode)
-                SPECIALIZE(SCORES, nr, np)
+                PRODUCT(scores, mode)(k + p, s + r * CHUNK + p * PAGE, q + r, D, nr, np);
             }
         for (int r = 0; r < rows; ++r) {
             float *x = s + r * CHUNK;
@@ -319,8 +340,7 @@ INLINE void tile(const attention_args *a, int seq, int kv_head, i64 row0, int ro
                 const i64 skip = d * element * (mode == FLOAT32 ? 1 : 2);
                 const void *w[CHUNK / PAGE];
                 for (int p = 0; p < pages; ++p) w[p] = (const char *)v[p] + skip;
-#define VALUES(NR, NV) if (NV <= DIM_VECS) values(w, s + r * CHUNK, acc + r * DP + d, DP, n, stride, NR, NV <= DIM_VECS ? NV : 1, mode)
-                SPECIALIZE(VALUES, nr, nv)
+                PRODUCT(values, mode)(w, s + r * CHUNK, acc + r * DP + d, DP, n, stride, nr, nv);
             }
     }
     for (int r = 0; r < rows; ++r) {
