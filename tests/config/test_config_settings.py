@@ -232,7 +232,6 @@ def test_foreign_variables_and_pod_identity_are_left_alone():
         (["-tp", "2", "-ep"], ["--tensor-parallel-size 2", "--enable-expert-parallel"]),
         (["-pp", "2"], ["--pipeline-parallel-size 2"]),
         (["-dpb", "ray"], ["--data-parallel-backend ray", "--headless"]),
-        (["-ep", "-dp", "2", "--device", "cuda"], ["over several ranks on CUDA", "--device cpu"]),
         (["-ep", "-dp", "2", "--data-parallel-protocol", "vllm"], ["--enable-expert-parallel", "all of one kind"]),
         (["--block-size", "32"], ["--block-size 32", "16"]),
     ],

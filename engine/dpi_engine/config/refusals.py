@@ -139,22 +139,9 @@ def advice(option: str) -> str | None:
     return None
 
 
-SHARED_ON_CUDA = "--enable-expert-parallel (-ep) over several ranks on CUDA devices (--device)"
-SHARED_ON_CUDA_INSTEAD = (
-    "the exchange between ranks works on CPUs: give --device cpu, or leave --enable-expert-parallel out, so that each "
-    "rank has all experts"
-)
-
-
 def shares_experts(settings: Settings) -> bool:
     """Ranks are asked to hold a part of the experts each."""
     return settings.enable_expert_parallel and settings.data_parallel_size > 1
-
-
-def refuse_device(settings: Settings, device: str) -> None:
-    """Raise ParallelError for what cannot run on the device that `--device auto` was found to be ("cpu", "cuda")."""
-    if shares_experts(settings) and device == "cuda":
-        raise ParallelError(f"{SHARED_ON_CUDA} is not in this version: {SHARED_ON_CUDA_INSTEAD}.")
 
 
 def refuse_unbuilt(settings: Settings) -> None:
@@ -180,11 +167,6 @@ def refuse_unbuilt(settings: Settings) -> None:
             shares_experts(settings) and settings.data_parallel_protocol == "vllm",
             "--enable-expert-parallel (-ep) with --data-parallel-protocol vllm",
             "ranks that share experts are all of one kind: leave the protocol out, or the experts on every rank",
-        ),
-        (
-            shares_experts(settings) and settings.device == "cuda",
-            SHARED_ON_CUDA,
-            SHARED_ON_CUDA_INSTEAD,
         ),
         (
             settings.quantization not in (None, "int8"),

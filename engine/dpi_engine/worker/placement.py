@@ -42,3 +42,15 @@ def place(device: str, local_rank: int, local_ranks: int, gpus: int) -> Placemen
         return Placement(device, local_ranks)
     index = local_rank % gpus
     return Placement(f"cuda:{index}", len(range(index, local_ranks, gpus)))
+
+
+def check_own_device(device: str, sharers: int, local_ranks: int) -> None:
+    """Raise ConfigError where ranks that share experts would compute on one GPU. Those of other launches are found when
+    the ranks are linked (wire/exchange/device_links.py).
+    """
+    if sharers > 1:
+        raise ConfigError(
+            f"--enable-expert-parallel (-ep): {sharers} of this launch's {local_ranks} ranks would compute on "
+            f"{device}, and NCCL links one rank for each GPU. Give each rank a GPU of its own: at most as many ranks "
+            "(--data-parallel-size-local) as GPUs, or leave --enable-expert-parallel out"
+        )
