@@ -101,6 +101,11 @@ class Parts:
         spec = read_spec(files)
         max_len = longest(settings.max_model_len, spec)
         check_tensor_parallel(spec, settings.tensor_parallel_size)
+        if spec.mla is not None and settings.kv_cache_dtype != "auto":
+            raise ConfigError(
+                f"--kv-cache-dtype {settings.kv_cache_dtype}: {spec.architecture} caches latents, which are kept in "
+                "--dtype: leave it out"
+            )
         progress("importing torch", None)
         import torch
 
@@ -118,7 +123,10 @@ class Parts:
         gpus = 0 if settings.device == "cpu" else torch.cuda.device_count()
         size = settings.tensor_parallel_size
         placement = place_worker(settings.device, child.local_rank, child.local_ranks, size, worker, gpus)
-        ops = select_ops(placement.device, dtype, settings.ops, child.threads, cache_dir, settings.quantization)
+        ops = select_ops(
+            placement.device, dtype, settings.ops, child.threads, cache_dir, settings.quantization,
+            settings.kv_cache_dtype, settings.attention_backend, None if spec.mla is not None else spec.head_dim,
+        )  # fmt: skip
         return cls(child, files, spec, max_len, ops, placement.sharers, progress)
 
     def open_model(self, group: TensorGroup | None = None, exchange: ExpertExchange | None = None) -> Model:
@@ -195,6 +203,7 @@ def _load(
         check_weights_fit(
             spec, ops.dtype, settings.tensor_parallel_size, device_memory(ops.device).total,
             settings.gpu_memory_utilization, parts.sharers, None if placed is None else len(placed.local),
+            ops.quantization is not None,
         )  # fmt: skip
     if mesh is not None and spec.moe is not None and placed is not None:
         if ops.device.type == "cuda":

@@ -35,6 +35,26 @@ def weight_elements(spec: ModelSpec, workers: int = 1, experts: int | None = Non
     return (layers + 2 * spec.vocab_size * hidden) // workers
 
 
+def weight_bytes(
+    spec: ModelSpec, dtype: torch.dtype, workers: int = 1, experts: int | None = None, quantized: bool = False
+) -> int:
+    """Bytes of those numbers. `quantized`: linears take one for each; the embedding, routed experts and routers, and
+    the parts of heads of latent attention, which are in no linear, are in `dtype`.
+    """
+    whole = weight_elements(spec, workers, experts) * dtype.itemsize
+    if not quantized:
+        return whole
+    moe, mla = spec.moe, spec.mla
+    wide = spec.vocab_size * spec.hidden_size
+    if moe is not None:
+        held = moe.num_experts if experts is None else experts
+        each = 3 * spec.hidden_size * moe.intermediate_size
+        wide += len(moe.layers) * (held * each + moe.num_experts * spec.hidden_size)
+    if mla is not None:
+        wide += spec.num_layers * mla.kv_rank * spec.num_heads * (mla.nope_dim + mla.value_dim)
+    return whole - (weight_elements(spec, workers, experts) - wide // workers) * (dtype.itemsize - 1)
+
+
 def check_weights_fit(
     spec: ModelSpec,
     dtype: torch.dtype,
@@ -43,17 +63,18 @@ def check_weights_fit(
     share: float,
     sharers: int,
     experts: int | None = None,
+    quantized: bool = False,
 ) -> None:
     """Raises ConfigError, with what would fit, when the weights of one worker do not go into its `share` of a GPU of
-    `total` bytes that `sharers` ranks use. `experts` as for weight_elements.
+    `total` bytes that `sharers` ranks use. `experts` and `quantized` as for weight_bytes.
     """
     room = int(total * share / sharers)
-    need = weight_elements(spec, workers, experts) * dtype.itemsize
+    need = weight_bytes(spec, dtype, workers, experts, quantized)
     if need < room:
         return
     if experts is None:
         wanted = workers
-        while weight_elements(spec, wanted) * dtype.itemsize >= room and wanted < 1024:
+        while weight_bytes(spec, dtype, wanted, None, quantized) >= room and wanted < 1024:
             wanted *= 2
         remedies = [f"--tensor-parallel-size {wanted} (-tp) on as many such GPUs"]
     else:
@@ -62,6 +83,8 @@ def check_weights_fit(
         remedies.insert(0, "fewer ranks for each GPU")
     if dtype.itemsize > 2:
         remedies.insert(0, "--dtype bfloat16")
+    elif not quantized and weight_bytes(spec, dtype, workers, experts, True) < room:
+        remedies.append("--quantization int8 or fp8 (-q)")
     raise ConfigError(
         f"the weights take {need / GIB:.1f} GiB in {str(dtype).removeprefix('torch.')}, more than the {room / GIB:.1f} "
         f"GiB that a rank may use of this GPU ({share:.0%} of {total / GIB:.1f} GiB for {sharers} rank(s)); use "
