@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -123,6 +124,8 @@ class Parts:
         gpus = 0 if settings.device == "cpu" else torch.cuda.device_count()
         size = settings.tensor_parallel_size
         placement = place_worker(settings.device, child.local_rank, child.local_ranks, size, worker, gpus)
+        if placement.device.startswith("cuda"):
+            place_beside(placement.device, child.index)
         ops = select_ops(
             placement.device, dtype, settings.ops, child.threads, cache_dir, settings.quantization,
             settings.kv_cache_dtype, settings.attention_backend, None if spec.mla is not None else spec.head_dim,
@@ -146,6 +149,21 @@ class Parts:
             exchange=exchange,
             group=group,
         )
+
+
+def place_beside(device: str, rank: int) -> None:
+    """Say which GPU the rank computes on, and run on the cores beside it."""
+    import torch
+
+    from dpi_engine.worker.numa import bus_of, pin_to_device
+    from dpi_engine.worker.placement import ignored_variables, visible_device
+
+    place, hip = torch.device(device), torch.version.hip is not None
+    log.info("rank %d computes on %s", rank, visible_device(place.index or 0, os.environ, hip))
+    if others := ignored_variables(os.environ, hip):
+        log.warning("%s: of another kind of device, without effect here", ", ".join(others))
+    if torch.cuda.is_available():
+        pin_to_device(bus_of(torch.cuda.get_device_properties(place)))
 
 
 def load(child: ChildSpec, dtype: str, progress: Progress, mesh: Mesh | None = None) -> LoadedEngine:

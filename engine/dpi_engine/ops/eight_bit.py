@@ -53,7 +53,7 @@ class EightBitLinear:
 
 def pack_eight_bit(weight: Tensor, bias: Tensor | None, ops: TorchOps, quantization: str) -> EightBitLinear:
     """Quantized where the ops are. Counts in `ops.bytes_saved`."""
-    numbers, scale = eight_bit_weight(weight.to(ops.device), quantization)
+    numbers, scale = eight_bit_weight(ops.upload(weight), quantization)
     ops.bytes_saved += numbers.numel() * (ops.weight_dtype.itemsize - 1) - scale.numel() * scale.element_size()
     bias = None if bias is None else bias.to(device=ops.device, dtype=ops.dtype).contiguous()
     return EightBitLinear(numbers.contiguous(), scale, bias)

@@ -27,6 +27,7 @@ from dpi_engine.ops.interface import (
     RopeTable,
     StepTensors,
 )
+from dpi_engine.ops.staging import Staging
 
 log = logging.getLogger(__name__)
 
@@ -151,10 +152,20 @@ class TorchOps(Ops):
         # On a CPU the loop over experts is the faster one.
         self._grouped = self.device.type == "cuda" and torch_moe.grouped_works(self.device, dtype)
         self._layout: _Layout | None = None
+        self._staging = Staging(self.device) if self.device.type == "cuda" else None
+
+    def upload(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        return super().upload(x, dtype) if self._staging is None else self._staging.put(x, dtype)
+
+    def loaded(self) -> None:
+        if self._staging is not None:
+            self._staging.close()
 
     # Linears and embedding
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Any:
+        if self._staging is not None:
+            weight = self._staging.put(weight, self.dtype)
         weight = weight.to(device=self.device, dtype=self.dtype).contiguous()
         bias = None if bias is None else bias.to(device=self.device, dtype=self.dtype).contiguous()
         if self._prepack:
@@ -304,7 +315,8 @@ class TorchOps(Ops):
         return torch_moe.choose(F.linear(x.float(), router.weight), router)
 
     def pack_experts(self, count: int, hidden: int, inner: int, load: ExpertLoader) -> torch_moe.PackedExperts:
-        return torch_moe.pack_experts(count, hidden, inner, load, self.device, self.dtype)
+        into = None if self._staging is None else self._staging.into
+        return torch_moe.pack_experts(count, hidden, inner, load, self.device, self.dtype, into)
 
     def experts(self, x: Tensor, ids: Tensor, weights: Tensor, packed: torch_moe.PackedExperts) -> Tensor:
         return torch_moe.experts(x, ids, weights, packed, self._grouped)
