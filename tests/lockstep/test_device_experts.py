@@ -304,6 +304,18 @@ def test_the_host_goes_on_when_the_device_is_done_and_does_not_wait_twice() -> N
         assert len(events) == 1 and events[0].asked == 5001
 
 
+def test_a_replayed_step_is_waited_for_though_no_collective_passed_here() -> None:
+    with meshes(2) as made:
+        form(made)
+        links = DeviceLinks(made[0], CPU, "gloo", STORE, event=NeverDone)
+        exchange = DeviceExperts(links, ExpertPlacement(EXPERTS, 2, 0))
+        exchange.settle()  # nothing was told
+        exchange.pad(4)  # as before each replay
+        made[1].leave()
+        with pytest.raises(ExchangeError, match="rank 1 left group 1"):
+            exchange.settle()
+
+
 def test_a_peer_that_began_the_next_exchange_is_not_taken_for_lost() -> None:
     with meshes(2) as made:
         form(made)

@@ -81,6 +81,7 @@ class DeviceExperts:
     def pad(self, tokens: int) -> None:
         """See StepMeeting."""
         self._pad, self._chosen = tokens, Way.ALL_GATHER
+        self.links.told()  # a replay's collectives do not pass `dispatch`
 
     def settle(self) -> None:
         """See StepMeeting."""

@@ -97,10 +97,13 @@ class DeviceLinks:
         port = self._meet(port)
         epoch, host = self.mesh.group, self.mesh.host_of(0)
         made: list[Any] = []
+        given_up = threading.Event()
 
         def make() -> None:
             try:
                 made.append(self._make(epoch, host, port))
+                if given_up.is_set():
+                    made[0].abort()
             except Exception as error:  # RuntimeError of torch, of many kinds
                 made.append(error)
 
@@ -108,11 +111,15 @@ class DeviceLinks:
         thread = threading.Thread(target=make, name=f"links-of-group-{epoch}", daemon=True)
         end = time.monotonic() + self._join_s
         thread.start()
-        while thread.is_alive():
-            thread.join(LOOK_EVERY_S * 5)
-            self.mesh.check()
-            if time.monotonic() > end:
-                raise ExchangeError(f"the devices of group {epoch} were not linked within {self._join_s:.0f} s")
+        try:
+            while thread.is_alive():
+                thread.join(LOOK_EVERY_S * 5)
+                self.mesh.check()
+                if time.monotonic() > end:
+                    raise ExchangeError(f"the devices of group {epoch} were not linked within {self._join_s:.0f} s")
+        except ExchangeError:
+            given_up.set()
+            raise
         if isinstance(made[0], Exception):
             self.mesh.check()  # a lost peer is the better reason
             raise ExchangeError(f"the devices of group {epoch} cannot be linked: {made[0]}") from made[0]
@@ -235,6 +242,10 @@ class DeviceLinks:
         finally:
             self.mesh.waited_s += time.monotonic() - began
         self.mesh.exchanges += 1
+        self._pending = self._event is not None
+
+    def told(self) -> None:
+        """The device is about to be told collectives that do not come through here: those of a recorded step."""
         self._pending = self._event is not None
 
     def settle(self) -> None:
