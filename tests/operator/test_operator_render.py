@@ -105,7 +105,7 @@ CASES = {
     },
     **{
         f"{runtime}-{shape}-{mode.lower()}": {
-            "engine": {"runtime": runtime, "device": device},
+            "engine": {"runtime": runtime, "device": "cuda"},
             "model": {"architecture": "MoE" if shape == "moe" else "Dense"},
             "parallelism": {
                 "dataParallelSize": 4,
@@ -114,13 +114,8 @@ CASES = {
             },
             "loadBalancing": {"mode": mode},
         }
-        # Our ranks share experts on CPUs alone (config/refusals.py).
-        for runtime, shape, device in (
-            ("dpi", "dense", "cuda"),
-            ("dpi", "moe", "cpu"),
-            ("vllm", "dense", "cuda"),
-            ("vllm", "moe", "cuda"),
-        )
+        for runtime in ("dpi", "vllm")
+        for shape in ("dense", "moe")
         for mode in ("Internal", "Hybrid", "External", "MultiPort")
         if (runtime, shape, mode) != ("vllm", "dense", "MultiPort")
     },

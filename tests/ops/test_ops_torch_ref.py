@@ -428,16 +428,27 @@ def seeming_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda place: None)
     monkeypatch.setattr(ops_module, "torch_dtype_here", lambda device: torch.bfloat16)
-    monkeypatch.setattr(ops_module, "TorchOps", lambda place, dtype: ("torch", place, dtype))
+    monkeypatch.setattr(ops_module, "TorchOps", lambda place, dtype, kv_dtype: ("torch", place, dtype))
 
 
 def test_a_gpu_takes_the_triton_kernels(seeming_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType("dpi_engine.ops.cuda")
-    module.CudaOps = lambda place, dtype: ("cuda", place, dtype)  # type: ignore[attr-defined]
+    asked: list[tuple[object, ...]] = []
+
+    def cuda_ops(place: torch.device, dtype: torch.dtype, *more: object) -> tuple[object, ...]:
+        asked.append(more)
+        return ("cuda", place, dtype)
+
+    module.CudaOps = cuda_ops  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "dpi_engine.ops.cuda", module)
     place = torch.device("cuda:1")
     assert select_ops("cuda:1", "auto", "auto") == ("cuda", place, torch.bfloat16)  # type: ignore[comparison-overlap]
     assert select_ops("cuda:1", "float16", "cuda") == ("cuda", place, torch.float16)  # type: ignore[comparison-overlap]
+    assert asked.pop() == (None, None, "auto", None)
+    select_ops("cuda:1", "auto", "auto", 1, None, "fp8", "fp8", "triton", 128)
+    assert asked.pop() == ("fp8", torch.float8_e4m3fn, "triton", 128)
+    with pytest.raises(OpsUnavailable, match="--attention-backend triton chooses among kernels for GPUs"):
+        select_ops("cuda:1", "auto", "torch", attention="triton")
     assert select_ops("cuda:1", "auto", "torch") == ("torch", place, torch.bfloat16)  # type: ignore[comparison-overlap]
     with pytest.raises(OpsUnavailable, match="ops 'cpu' runs on device cpu, not on 'cuda:1'"):
         select_ops("cuda:1", "auto", "cpu")

@@ -10,12 +10,14 @@ from ahead_toys import DrawingOps
 from worker_toys import ToyModel, ToyOps
 
 from dpi_engine.config.errors import ConfigError
+from dpi_engine.config.experts import ExpertPlacement
 from dpi_engine.config.model_spec import ModelSpec
 from dpi_engine.models.registry import load_model
 from dpi_engine.ops import TorchOps
+from dpi_engine.ops.eight_bit import EightBitTorchOps
 from dpi_engine.ops.interface import StepTensors
 from dpi_engine.worker.profile import step_bytes
-from dpi_engine.worker.weight_size import GIB, check_weights_fit, weight_elements
+from dpi_engine.worker.weight_size import GIB, check_weights_fit, weight_bytes, weight_elements
 
 DENSE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 4,
@@ -48,6 +50,44 @@ def test_weights_are_as_large_as_they_turn_out(config: dict[str, Any]) -> None:
     model = load_model(None, spec, TorchOps("cpu", torch.float32), load_format="dummy")
     assert weight_elements(spec) * 4 == pytest.approx(model.weight_bytes, rel=0.01)
     assert weight_elements(spec, 4) == weight_elements(spec) // 4
+
+
+class Placed:
+    """An exchange that only says which experts are here."""
+
+    def __init__(self, placement: ExpertPlacement) -> None:
+        self.placement = placement
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_rank_that_shares_experts_needs_room_for_its_own(rank: int) -> None:
+    spec = ModelSpec.from_config(SHAPES["qwen3-moe"])
+    placement = ExpertPlacement(6, 4, rank)  # 2, 2, 1, 1
+    exchange: Any = Placed(placement)
+    model = load_model(None, spec, TorchOps("cpu", torch.float32), load_format="dummy", exchange=exchange)
+    here = weight_elements(spec, experts=len(placement.local))
+    assert here * 4 == pytest.approx(model.weight_bytes, rel=0.01)
+    assert here < weight_elements(spec)
+    total = int(here * 4 * 1.2)
+    check_weights_fit(spec, torch.float32, 1, total, 0.9, 1, len(placement.local))
+    with pytest.raises(ConfigError, match="more ranks that share the experts"):
+        check_weights_fit(spec, torch.float32, 1, total // 2, 0.9, 1, len(placement.local))
+
+
+@pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES)
+def test_quantized_weights_are_as_large_as_they_turn_out(config: dict[str, Any]) -> None:
+    spec = ModelSpec.from_config(config)
+    model = load_model(None, spec, EightBitTorchOps("cpu", torch.bfloat16, "fp8"), load_format="dummy")
+    # Scales, a number of four bytes for each output, are much of a model as small as this.
+    assert weight_bytes(spec, torch.bfloat16, quantized=True) == pytest.approx(model.weight_bytes, rel=0.06)
+    assert weight_bytes(spec, torch.bfloat16, quantized=True) < 0.95 * weight_bytes(spec, torch.bfloat16)
+
+
+def test_what_fits_only_when_it_is_quantized_is_told_so() -> None:
+    spec = ModelSpec.from_config(LLAMA_8B)
+    with pytest.raises(ConfigError, match="or --quantization int8 or fp8"):
+        check_weights_fit(spec, torch.bfloat16, 1, 14 * GIB, 0.9, 1)
+    check_weights_fit(spec, torch.bfloat16, 1, 14 * GIB, 0.9, 1, quantized=True)
 
 
 def test_a_known_model_has_its_known_size() -> None:

@@ -20,7 +20,7 @@ from dpi_engine.config.parallel import Mode, ParallelConfig
 if TYPE_CHECKING:
     from dpi_engine.config.settings import Settings
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 """Version of the set of fields and of what they mean; raised when either changes."""
 
 UNSET = "auto"

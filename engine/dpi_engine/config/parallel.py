@@ -158,7 +158,7 @@ class Ports(msgspec.Struct, frozen=True):
 
     @property
     def store(self) -> int:
-        """Rendezvous store of collectives."""
+        """Where rank 0 keeps the rendezvous store by which the devices of ranks that share experts are linked."""
         return self.handshake + 4
 
     @property
@@ -175,7 +175,7 @@ class Ports(msgspec.Struct, frozen=True):
         return self.handshake + 11 + 2 * api_server
 
     def expert_exchange(self, local_rank: int) -> int:
-        """Where the expert exchange of the launch's `local_rank`-th rank listens on CPU."""
+        """Where the expert exchange of the launch's `local_rank`-th rank listens."""
         return self.handshake + _EXPERT_EXCHANGE + local_rank
 
     def bound(self, settings: Settings, parallel: ParallelConfig, moe: bool = True) -> list[tuple[str, int]]:
@@ -228,6 +228,9 @@ class Ports(msgspec.Struct, frozen=True):
         taken: dict[int, str] = {}
         shared = settings.enable_expert_parallel and parallel.size > 1
         exchange = list(self.exchange(parallel, own_address=True).values()) if shared else []
+        if shared and parallel.is_head and settings.device != "cpu":
+            base = f"--data-parallel-rpc-port {self.handshake}"
+            exchange.append((f"rendezvous store of the experts' devices ({base} + 4)", self.store))
         for what, port in self.bound(settings, parallel) + exchange:
             if not 1 <= port <= 65535:
                 lower = "--port" if what.startswith("--port") else "--data-parallel-rpc-port"

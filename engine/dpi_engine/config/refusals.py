@@ -14,7 +14,7 @@ _LORA = "merge the adapter into the weights and serve the result as a model of i
 _MOE = "experts are spread in order over all ranks, with --enable-expert-parallel; leave it out"
 _MULTIMODAL = "only text is served; leave it out"
 _SPECULATIVE = "each step makes one token per sequence; leave it out"
-_QUANTIZED = "--quantization int8 quantizes any model when it is loaded, and a GGUF file needs no flag"
+_QUANTIZED = "--quantization int8 or fp8 quantizes any model when it is loaded, and a GGUF file needs no flag"
 _TLS = "end TLS in the proxy or gateway before the server"
 _KERNELS = "choose kernels with --ops"
 _GRAMMAR = "answers follow no grammar or tool format in this version; leave it out"
@@ -46,7 +46,7 @@ _ADVICE: tuple[tuple[str, str], ...] = (
     ("--dp-supervisor-*", "ranks and front ends report to their supervisor four times a second; leave it out"),
     ("--decode-context-parallel-size -dcp --prefill-context-parallel-size -pcp --dcp-* --cp-*", "leave it out or at 1"),
     ("--swap-space --cpu-offload-* --offload-* --kv-offloading-*", "nothing is moved out of memory; leave it out"),
-    ("--kv-cache-dtype*", "the KV cache has the type of --dtype; leave it out"),
+    ("--kv-cache-dtype-*", "all layers keep their KV cache in --kv-cache-dtype; leave it out"),
     ("--kv-transfer-config --kv-events-config --ec-* --kv-sharing-*", _TRANSFER),
     ("--quantization-config --allow-deprecated-quantization", _QUANTIZED),
     ("--speculative-config -sc --spec-*", _SPECULATIVE),
@@ -57,7 +57,7 @@ _ADVICE: tuple[tuple[str, str], ...] = (
     ),
     ("--language-model-only --video-* --mamba-* --enable-mamba-*", _MULTIMODAL),
     ("--compilation-config -cc -O* --optimization-level --cudagraph-* --max-cudagraph-*", _KERNELS),
-    ("--attention-backend --attention-config -ac --linear-backend --kernel-config --disable-cascade-attn", _KERNELS),
+    ("--attention-config -ac --linear-backend --kernel-config --disable-cascade-attn", _KERNELS),
     ("--disable-custom-all-reduce --enable-flashinfer-autotune --model-impl --numa-bind*", _KERNELS),
     (
         "--enable-chunked-prefill",
@@ -139,22 +139,9 @@ def advice(option: str) -> str | None:
     return None
 
 
-SHARED_ON_CUDA = "--enable-expert-parallel (-ep) over several ranks on CUDA devices (--device)"
-SHARED_ON_CUDA_INSTEAD = (
-    "the exchange between ranks works on CPUs: give --device cpu, or leave --enable-expert-parallel out, so that each "
-    "rank has all experts"
-)
-
-
 def shares_experts(settings: Settings) -> bool:
     """Ranks are asked to hold a part of the experts each."""
     return settings.enable_expert_parallel and settings.data_parallel_size > 1
-
-
-def refuse_device(settings: Settings, device: str) -> None:
-    """Raise ParallelError for what cannot run on the device that `--device auto` was found to be ("cpu", "cuda")."""
-    if shares_experts(settings) and device == "cuda":
-        raise ParallelError(f"{SHARED_ON_CUDA} is not in this version: {SHARED_ON_CUDA_INSTEAD}.")
 
 
 def refuse_unbuilt(settings: Settings) -> None:
@@ -182,14 +169,9 @@ def refuse_unbuilt(settings: Settings) -> None:
             "ranks that share experts are all of one kind: leave the protocol out, or the experts on every rank",
         ),
         (
-            shares_experts(settings) and settings.device == "cuda",
-            SHARED_ON_CUDA,
-            SHARED_ON_CUDA_INSTEAD,
-        ),
-        (
-            settings.quantization not in (None, "int8"),
+            settings.quantization not in (None, "int8", "fp8"),
             f"--quantization {settings.quantization} (-q)",
-            "int8 quantizes any model when it is loaded; a GGUF file of quantized weights needs no flag",
+            "int8 and fp8 quantize any model when it is loaded; a GGUF file of quantized weights needs no flag",
         ),
         (
             settings.quantization is not None and settings.dtype not in ("auto", "bfloat16"),
@@ -197,9 +179,24 @@ def refuse_unbuilt(settings: Settings) -> None:
             "activations are bfloat16 between the linears: leave --dtype out",
         ),
         (
-            settings.quantization is not None and settings.device == "cuda",
-            f"--quantization {settings.quantization} (-q) with --device cuda",
-            "it is for CPUs: leave one of them out",
+            settings.quantization == "fp8" and settings.device == "cpu" and settings.ops != "torch",
+            "--quantization fp8 (-q) with --device cpu",
+            "it is for GPUs: use int8 on CPUs; --ops torch computes fp8 there too, many times slower",
+        ),
+        (
+            settings.kv_cache_dtype != "auto" and settings.device == "cpu" and settings.ops != "torch",
+            f"--kv-cache-dtype {settings.kv_cache_dtype} with --device cpu",
+            "it is for GPUs: leave one of them out; --ops torch computes it there too, many times slower",
+        ),
+        (
+            settings.attention_backend != "auto" and (settings.device == "cpu" or settings.ops in ("torch", "cpu")),
+            f"--attention-backend {settings.attention_backend} with --device cpu or --ops {settings.ops}",
+            "it chooses among kernels for GPUs: leave it out",
+        ),
+        (
+            settings.kv_cache_dtype != "auto" and settings.data_parallel_protocol == "vllm",
+            f"--kv-cache-dtype {settings.kv_cache_dtype} with --data-parallel-protocol vllm",
+            "ranks of the other side round otherwise and would give different answers: leave it out",
         ),
         (
             settings.quantization is not None and settings.data_parallel_protocol == "vllm",

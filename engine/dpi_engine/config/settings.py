@@ -58,13 +58,22 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         str | None,
         Flag(
             MODEL,
-            "int8: weights of linears are quantized when they are loaded, activations on the way; for CPUs with "
-            "AVX-512 VNNI and BF16; other ways are not in this version",
+            "int8: weights of linears are quantized when they are loaded, and on CPUs (with AVX-512 VNNI and BF16) "
+            "activations on the way; fp8: weights as e4m3, on GPUs; other ways are not in this version",
             short="-q",
-            metavar="int8",
+            metavar="int8|fp8",
             shared=True,
         ),
     ] = None
+    kv_cache_dtype: Annotated[
+        str,
+        Flag(
+            MODEL,
+            "type of keys and values in the KV cache; auto: that of activations; fp8: e4m3, on GPUs",
+            choices=("auto", "fp8"),
+            shared=True,
+        ),
+    ] = "auto"
     max_model_len: Annotated[
         int | None,
         Flag(MODEL, "longest prompt plus answer, in tokens (unset: what the model was made for)", low=1, shared=True),
@@ -89,6 +98,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             COMPUTE,
             "kernels: torch is the reference, cpu our C kernels, cuda our Triton kernels, auto ours for the device",
             choices=("auto", "torch", "cpu", "cuda"),
+        ),
+    ] = "auto"
+    attention_backend: Annotated[
+        str,
+        Flag(
+            COMPUTE,
+            "what computes attention on GPUs; auto: FlashInfer where it imports, flash-attn 3 next, else our kernels",
+            choices=("auto", "flashinfer", "flash-attn", "triton"),
         ),
     ] = "auto"
     cpu_threads: Annotated[

@@ -36,6 +36,18 @@ class Links(Protocol):
     def abandon(self) -> None: ...
 
 
+class DeviceGroup(Protocol):
+    """What the devices of the ranks exchange by, where that is not the links themselves."""
+
+    def join(self) -> None:
+        """The links of a group stand on all ranks: link the devices too. Raises ExchangeError."""
+        ...
+
+    def leave(self) -> None:
+        """The group is over: whatever a device waits for is ended. Nothing happens without a group."""
+        ...
+
+
 @dataclass(slots=True)
 class CoupledCounts:
     """Totals since start. `waves` are those with work; a sync that finds none ends a wave that never ran."""
@@ -74,8 +86,15 @@ class _Waiting:
 class CoupledCore:
     """One rank. `on_left` is called when the links of an epoch were given up; the head must hear of it."""
 
-    def __init__(self, core: EngineCore, links: Links, lockstep: Lockstep, on_left: Callable[[], None]) -> None:
-        self.core, self.links, self.lockstep = core, links, lockstep
+    def __init__(
+        self,
+        core: EngineCore,
+        links: Links,
+        lockstep: Lockstep,
+        on_left: Callable[[], None],
+        devices: DeviceGroup | None = None,
+    ) -> None:
+        self.core, self.links, self.lockstep, self._devices = core, links, lockstep, devices
         self.counts = CoupledCounts()
         self.stopping = False
         """This rank is about to leave, as the others are perhaps: that they do is no news."""
@@ -133,6 +152,8 @@ class CoupledCore:
             if self.lockstep.phase is Phase.APART:
                 if self.links.form(timeout, [fd]):
                     self.lockstep.formed(self.links.group)
+                    if self._devices is not None:
+                        self._devices.join()
                     self.counts.formed += 1
                     waited = "" if self._apart_since is None else f" after {now - self._apart_since:.1f} s"
                     waiting = self.core.scheduler.num_unfinished
@@ -188,6 +209,8 @@ class CoupledCore:
             self.lockstep.group, doing, error, self.core.scheduler.num_unfinished,
         )  # fmt: skip
         self.links.leave()
+        if self._devices is not None:
+            self._devices.leave()
         self.lockstep.broken()
         self._apart_since = now
         self._on_left()

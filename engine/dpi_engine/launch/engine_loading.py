@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,10 +17,11 @@ from dpi_engine.config.errors import ConfigError
 from dpi_engine.config.experts import ExpertPlacement
 from dpi_engine.config.machine import usable_cpus
 from dpi_engine.config.model_spec import ModelSpec
-from dpi_engine.config.refusals import refuse_device
+from dpi_engine.config.parallel import Ports
 from dpi_engine.config.sources import ModelFiles, resolve_model
 from dpi_engine.config.tensor_parallel import check_tensor_parallel
 from dpi_engine.core.ahead import AheadCore
+from dpi_engine.core.coupled import DeviceGroup
 from dpi_engine.core.engine import EngineCore
 from dpi_engine.core.limits import Policy, SchedulerConfig
 from dpi_engine.core.scheduler import Scheduler
@@ -55,6 +57,7 @@ class LoadedEngine:
     resolved: dict[str, Any]
     load_s: float
     workers: TensorWorkers | None = None
+    devices: DeviceGroup | None = None  # where ranks share experts and exchange between devices
 
 
 def longest(settings_len: int | None, spec: ModelSpec) -> int:
@@ -99,6 +102,11 @@ class Parts:
         spec = read_spec(files)
         max_len = longest(settings.max_model_len, spec)
         check_tensor_parallel(spec, settings.tensor_parallel_size)
+        if spec.mla is not None and settings.kv_cache_dtype != "auto":
+            raise ConfigError(
+                f"--kv-cache-dtype {settings.kv_cache_dtype}: {spec.architecture} caches latents, which are kept in "
+                "--dtype: leave it out"
+            )
         progress("importing torch", None)
         import torch
 
@@ -116,7 +124,12 @@ class Parts:
         gpus = 0 if settings.device == "cpu" else torch.cuda.device_count()
         size = settings.tensor_parallel_size
         placement = place_worker(settings.device, child.local_rank, child.local_ranks, size, worker, gpus)
-        ops = select_ops(placement.device, dtype, settings.ops, child.threads, cache_dir, settings.quantization)
+        if placement.device.startswith("cuda"):
+            place_beside(placement.device, child.index)
+        ops = select_ops(
+            placement.device, dtype, settings.ops, child.threads, cache_dir, settings.quantization,
+            settings.kv_cache_dtype, settings.attention_backend, None if spec.mla is not None else spec.head_dim,
+        )  # fmt: skip
         return cls(child, files, spec, max_len, ops, placement.sharers, progress)
 
     def open_model(self, group: TensorGroup | None = None, exchange: ExpertExchange | None = None) -> Model:
@@ -136,6 +149,21 @@ class Parts:
             exchange=exchange,
             group=group,
         )
+
+
+def place_beside(device: str, rank: int) -> None:
+    """Say which GPU the rank computes on, and run on the cores beside it."""
+    import torch
+
+    from dpi_engine.worker.numa import bus_of, pin_to_device
+    from dpi_engine.worker.placement import ignored_variables, visible_device
+
+    place, hip = torch.device(device), torch.version.hip is not None
+    log.info("rank %d computes on %s", rank, visible_device(place.index or 0, os.environ, hip))
+    if others := ignored_variables(os.environ, hip):
+        log.warning("%s: of another kind of device, without effect here", ", ".join(others))
+    if torch.cuda.is_available():
+        pin_to_device(bus_of(torch.cuda.get_device_properties(place)))
 
 
 def load(child: ChildSpec, dtype: str, progress: Progress, mesh: Mesh | None = None) -> LoadedEngine:
@@ -170,30 +198,41 @@ def _load(
     parts = Parts.of(child, dtype, progress, began=start_workers)
     files, spec, max_len, ops = parts.files, parts.spec, parts.max_model_len, parts.ops
     from dpi_engine.ops.interface import PAGE_SIZE
+    from dpi_engine.wire.exchange.device_experts import DeviceExperts
+    from dpi_engine.wire.exchange.device_links import DeviceLinks
     from dpi_engine.wire.exchange.experts import MeshExperts
     from dpi_engine.worker.ahead_runner import AheadRunner
+    from dpi_engine.worker.linked_devices import LinkedDevices
     from dpi_engine.worker.memory import device_memory, plan_blocks
+    from dpi_engine.worker.placement import check_own_device
     from dpi_engine.worker.profile import step_bytes
     from dpi_engine.worker.runner import Runner
     from dpi_engine.worker.sharded_model import ShardedModel
     from dpi_engine.worker.weight_size import check_weights_fit
 
-    refuse_device(settings, ops.device.type)
-    exchange = None
+    exchange: MeshExperts | DeviceExperts | None = None
+    links: DeviceLinks | None = None
+    placed: ExpertPlacement | None = None
+    if mesh is not None and spec.moe is not None:
+        placed = ExpertPlacement(spec.moe.num_experts, mesh.size, mesh.rank)
     if ops.device.type == "cuda":
         if mesh is not None:
-            raise ConfigError(
-                f"--enable-expert-parallel over {mesh.size} ranks exchanges tokens between CPUs; the exchange between "
-                "GPUs is not in this version: use one rank, or --tensor-parallel-size (-tp) without it"
-            )
+            check_own_device(str(ops.device), parts.sharers, child.local_ranks)
         check_weights_fit(
             spec, ops.dtype, settings.tensor_parallel_size, device_memory(ops.device).total,
-            settings.gpu_memory_utilization, parts.sharers,
+            settings.gpu_memory_utilization, parts.sharers, None if placed is None else len(placed.local),
+            ops.quantization is not None,
         )  # fmt: skip
-    if mesh is not None and spec.moe is not None:
-        exchange = MeshExperts(mesh, ExpertPlacement(spec.moe.num_experts, mesh.size, mesh.rank))
-        # A peer's tokens of one step, in the widest type, with their choices.
-        mesh.max_payload = 64 + settings.max_num_batched_tokens * (4 * spec.hidden_size + 8 * spec.moe.top_k)
+    if mesh is not None and spec.moe is not None and placed is not None:
+        if ops.device.type == "cuda":
+            store = (str(child.exchange[0]), Ports.of(settings).store)
+            links = DeviceLinks(mesh, ops.device, "nccl", store)
+            exchange = DeviceExperts(links, placed)
+        else:
+            exchange = MeshExperts(mesh, placed)
+            # A peer's tokens of one step, in the widest type, with their choices.
+            mesh.max_payload = 64 + settings.max_num_batched_tokens * (4 * spec.hidden_size + 8 * spec.moe.top_k)
+    warming = contextlib.nullcontext if exchange is None else exchange.alone
 
     def open_model() -> RunnerModel:
         if workers is None:
@@ -215,11 +254,12 @@ def _load(
         )  # fmt: skip
     model = open_model()
     # Its own process, whole layers, tokens drawn on the device: then a step can be launched before the last one ends.
-    ahead = ops.draws and workers is None and exchange is None
+    ahead = ops.draws and workers is None and (mesh is None or links is not None)
     step = 0
     if workers is None and ops.device.type == "cuda":  # workers share a step, and cannot compute one alone
         progress("measuring the largest step", None)
-        step = step_bytes(model, ops, tokens=settings.max_num_batched_tokens, sequences=settings.max_num_seqs)
+        with warming():
+            step = step_bytes(model, ops, tokens=settings.max_num_batched_tokens, sequences=settings.max_num_seqs)
     progress("allocating the KV cache", None)
     # Workers on a CPU take their memory from one place; those on GPUs have one each, and the fullest decides.
     on_cpu = ops.device.type == "cpu"
@@ -249,9 +289,10 @@ def _load(
         max_num_batched_tokens=settings.max_num_batched_tokens,
         reload=open_model,
         on_sleep=None if workers is None else functools.partial(workers.ask, "sleep"),
+        meeting=exchange if isinstance(exchange, DeviceExperts) else None,
     )
     progress("warming up", None)
-    with exchange.alone() if exchange is not None else contextlib.nullcontext():
+    with warming():
         warm_s = runner.warm_up()
     if isinstance(runner, AheadRunner) and not settings.enforce_eager:
         runner.record(progress)
@@ -297,7 +338,12 @@ def _load(
         wire_version=WIRE_VERSION,
     )
     return LoadedEngine(
-        core=AheadCore(scheduler, runner) if isinstance(runner, AheadRunner) else EngineCore(scheduler, runner),
+        core=(
+            # A step of all ranks is waited for: whether a lost rank voids it must be known before the next is planned.
+            AheadCore(scheduler, runner)
+            if isinstance(runner, AheadRunner) and links is None
+            else EngineCore(scheduler, runner)
+        ),
         spec=spec,
         max_model_len=max_len,
         num_blocks=budget.num_blocks,
@@ -306,4 +352,5 @@ def _load(
         resolved=resolved,
         load_s=seconds,
         workers=workers,
+        devices=None if links is None else LinkedDevices(links, runner),
     )

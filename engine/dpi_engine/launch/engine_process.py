@@ -200,7 +200,7 @@ class EngineProcess:
             self.report.workers = engine.workers.pids
         if self._mesh is not None:
             lockstep = Lockstep(self.spec.index, self._mesh.size, settings.dp_sync_interval)
-            self._coupled = CoupledCore(engine.core, self._mesh, lockstep, self._link.left_group)
+            self._coupled = CoupledCore(engine.core, self._mesh, lockstep, self._link.left_group, engine.devices)
         self.report.stage = "opening channels"
         self.report.fields = engine.resolved
         self._link.open_io(self._ready_response(engine), settings.handshake_timeout)

@@ -109,7 +109,7 @@ class Decoder:
         table = spec.vocab_size, spec.hidden_size
         embedding = weights.take_rows("model.embed_tokens.weight", self._vocab, *table)
         saved = ops.bytes_saved
-        self._embedding = embedding.to(ops.device, copy=True)
+        self._embedding = ops.upload(embedding)
         self._layers: list[_Layer] = []
         for i in range(spec.num_layers):
             name = f"model.layers.{i}"
@@ -125,6 +125,7 @@ class Decoder:
         self._norm = norm_weight(weights, "model.norm.weight", spec.hidden_size, ops)
         head = embedding if spec.tie_word_embeddings else weights.take_rows("lm_head.weight", self._vocab, *table)
         self._head = ops.pack_linear(head)
+        ops.loaded()
         self._rope = rope_table(max_model_len, spec.rope_dim, spec.rope_theta, spec.rope_scaling, ops.device)
         shared = factory.exchange is not None and factory.exchange.placement.ep_size > 1
         self._collective = [layer.mlp for layer in self._layers if shared and layer.mlp.collective]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from dpi_engine.ops.eight_bit import FORMATS, KV_FORMATS, EightBitTorchOps
 from dpi_engine.ops.interface import Ops, OpsUnavailable
 from dpi_engine.ops.torch_int8 import Int8TorchOps
 from dpi_engine.ops.torch_ref import TorchOps
@@ -53,19 +54,26 @@ def select_ops(
     threads: int = 1,
     cache_dir: str | os.PathLike[str] | None = None,
     quantization: str | None = None,
+    kv_cache: str = "auto",
+    attention: str = "auto",
+    head_dim: int | None = None,
 ) -> Ops:
     """The backend for `device` ('auto', 'cpu', 'cuda', 'cuda:1').
 
     `name` 'torch' is the reference; 'cpu' and 'cuda' our kernels for that kind of device, and their absence an error;
     'auto' our kernels for the device, with a warning and the reference where they cannot run. `threads` is the number
     of compute threads, set process-wide on a CPU; a numbered GPU becomes the process's current one. `cache_dir` holds
-    the built kernels. `quantization`: None, or int8 for linears on a CPU, for which there is no other kind than the one
-    asked for. Raises OpsUnavailable, or ValueError for an unknown name, dtype or quantization.
+    the built kernels. `quantization`: None, or int8 or fp8 for linears; `kv_cache`: auto, or fp8 for KV caches. There
+    is no other kind of these than the one asked for. `attention`: auto, or what computes it on GPUs, for heads of
+    `head_dim` (ops/cuda/attention_choice.py). Raises OpsUnavailable, or ValueError for an unknown name, dtype,
+    quantization or kind of cache.
     """
     if name not in ("auto", "torch", "cpu", "cuda"):
         raise ValueError(f"ops: expected auto, torch, cpu or cuda; got '{name}'")
-    if quantization not in (None, "int8"):
-        raise ValueError(f"quantization: expected int8 or none, got '{quantization}'")
+    if quantization is not None and quantization not in FORMATS:
+        raise ValueError(f"quantization: expected {', '.join(FORMATS)} or none, got '{quantization}'")
+    if kv_cache not in KV_FORMATS:
+        raise ValueError(f"KV cache: expected {' or '.join(KV_FORMATS)}, got '{kv_cache}'")
     wanted = parse_dtype(dtype)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -75,22 +83,40 @@ def select_ops(
         raise OpsUnavailable(f"device '{device}' is not one that torch knows: {error}") from error
     if place.type == "cuda" and not torch.cuda.is_available():
         raise OpsUnavailable(f"device '{device}': this torch ({torch.__version__}) sees no CUDA device")
+    if attention != "auto" and (name == "torch" or (place.type == "cpu" and name != "cuda")):
+        raise OpsUnavailable(
+            f"--attention-backend {attention} chooses among kernels for GPUs, not for ops '{name}' on "
+            f"'{device}': leave it out"
+        )
     if place.type == "cpu":
         torch.set_num_threads(max(1, threads))
     if name in ("cpu", "cuda") and place.type != name and not (name == "cuda" and _interpreted()):
         raise OpsUnavailable(f"ops '{name}' runs on device {name}, not on '{device}'")
-    if quantization is not None and (place.type != "cpu" or name == "cuda"):
-        raise OpsUnavailable(f"quantization {quantization} is computed on CPUs, not on '{device}': leave it out")
+    eight = [f"--quantization {quantization}"] if quantization is not None else []
+    eight += [f"--kv-cache-dtype {kv_cache}"] if kv_cache != "auto" else []
+    if place.type == "cpu" and name in ("auto", "cpu") and eight not in ([], ["--quantization int8"]):
+        raise OpsUnavailable(
+            f"{' and '.join(eight)}: the kernels for CPUs have int8 linears alone; --ops torch computes this on CPUs, "
+            "many times slower"
+        )
     if place.type == "cuda" and place.index is not None:
         if place.index >= torch.cuda.device_count():
             raise OpsUnavailable(f"device '{device}': this machine has {torch.cuda.device_count()} CUDA device(s)")
         torch.cuda.set_device(place)
     if name != "torch":
         try:
-            return _kernels(place, wanted, place.type if name == "auto" else name, threads, cache_dir, quantization)
+            kind = place.type if name == "auto" else name
+            if kind == "cuda":
+                dtype_there = wanted or torch_dtype_here(place)
+                return _cuda_kernels(place, dtype_there, quantization, KV_FORMATS[kv_cache], attention, head_dim)
+            return _kernels(place, wanted, kind, threads, cache_dir, quantization)
         except OpsUnavailable as error:
-            if quantization is not None:
-                raise OpsUnavailable(f"{error}; --ops torch computes {quantization} too, many times slower") from error
+            if attention != "auto":
+                raise
+            if eight:
+                raise OpsUnavailable(
+                    f"{error}; --ops torch computes {' and '.join(eight)} too, many times slower"
+                ) from error
             if name != "auto":
                 raise
             name = place.type
@@ -98,8 +124,13 @@ def select_ops(
                 "%s (%s): running on plain torch, %s slower. --ops torch silences this, --ops %s makes it an error.",
                 *(_MISSING.get(name, "there are no kernels"), error, _SLOWER.get(name, "perhaps"), name),
             )
-    reference = TorchOps if quantization is None else Int8TorchOps
-    return reference(place, wanted or torch_dtype_here(place))
+    dtype_here = wanted or torch_dtype_here(place)
+    kv_dtype = KV_FORMATS[kv_cache]
+    if quantization is None:
+        return TorchOps(place, dtype_here, kv_dtype)
+    if quantization == "int8" and place.type == "cpu":  # as the kernels for CPUs have it, activations too
+        return Int8TorchOps(place, dtype_here, kv_dtype)
+    return EightBitTorchOps(place, dtype_here, quantization, kv_dtype)
 
 
 _MISSING = {
@@ -124,17 +155,22 @@ def _kernels(
 ) -> Ops:
     if name == "cpu":
         return _cpu_kernels(dtype, threads, cache_dir, quantization)
-    if name == "cuda":
-        return _cuda_kernels(place, dtype or torch_dtype_here(place))
     raise OpsUnavailable(f"there are none for device '{place}'")
 
 
-def _cuda_kernels(place: torch.device, dtype: torch.dtype) -> Ops:
+def _cuda_kernels(
+    place: torch.device,
+    dtype: torch.dtype,
+    quantization: str | None,
+    kv_dtype: torch.dtype | None,
+    attention: str,
+    head_dim: int | None,
+) -> Ops:
     try:
         from dpi_engine.ops.cuda import CudaOps
     except ImportError as error:
         raise OpsUnavailable(f"Triton does not import: {error}; it comes with the extra 'cuda'") from error
-    return CudaOps(place, dtype)
+    return CudaOps(place, dtype, quantization, kv_dtype, attention, head_dim)
 
 
 def _cpu_kernels(

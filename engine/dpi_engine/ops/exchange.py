@@ -21,7 +21,7 @@ from torch import Tensor
 from dpi_engine.config.experts import ExpertPlacement
 from dpi_engine.wire.errors import ExchangeError
 
-__all__ = ["NOT_HERE", "ExchangeError", "ExpertBatch", "ExpertExchange", "LocalExperts"]
+__all__ = ["NOT_HERE", "ExchangeError", "ExpertBatch", "ExpertExchange", "LocalExperts", "StepMeeting", "StepOfAll"]
 
 NOT_HERE = -1
 """In `ExpertBatch.ids`: this choice is another rank's, or the row is padding. Nothing is computed for it."""
@@ -70,6 +70,39 @@ class ExpertExchange(Protocol):
         it is NOT_HERE. Sums are added in float32 in order of ranks, so that every run gives the same bits. Raises
         ExchangeError.
         """
+
+
+@dataclass(frozen=True, slots=True)
+class StepOfAll:
+    """What all ranks know of the step that begins, the same on each.
+
+    tokens: of the rank that has most. eager: a rank's step cannot be a recorded one. unrecorded: a rank that could have
+    recorded steps has none yet, so that all record now.
+    """
+
+    tokens: int
+    eager: bool
+    unrecorded: bool
+
+
+class StepMeeting(Protocol):
+    """Where ranks must settle the shape of a step before it begins: exchanges between devices are padded and recorded.
+
+    A rank calls `begin` once for each step, with tokens or without, before its first exchange.
+    """
+
+    def agree(self, values: list[int]) -> list[int]:
+        """The element-wise maximum over all ranks, which all call this now. Raises ExchangeError."""
+
+    def begin(self, tokens: int, eager: bool, unrecorded: bool) -> StepOfAll:
+        """This rank computes `tokens` tokens next; see StepOfAll for the rest. Raises ExchangeError."""
+
+    def pad(self, tokens: int) -> None:
+        """The exchanges that follow carry `tokens` tokens of each rank, not fewer than `begin` found, by shapes that
+        depend on nothing else: they can be recorded."""
+
+    def settle(self) -> None:
+        """Wait for what the device was told. Raises ExchangeError where it would wait for a lost rank for ever."""
 
 
 class LocalExperts:

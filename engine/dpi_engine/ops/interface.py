@@ -134,6 +134,13 @@ class Ops(ABC):
         """What the recorded pass returns for `step`, valid until the next replay; None when a call of it failed."""
         raise NotImplementedError(f"ops '{self.name}' do not record")
 
+    def upload(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """A copy of x (CPU), contiguous on the ops' device, in `dtype` (None: its own)."""
+        return x.to(device=self.device, dtype=dtype or x.dtype, copy=True).contiguous()
+
+    def loaded(self) -> None:  # noqa: B027 - optional by design
+        """All weights are packed: what was only there for them can go."""
+
     @abstractmethod
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Any:
         """Take weight [out, in] (any float dtype, CPU) and bias [out]; return an opaque packed linear."""

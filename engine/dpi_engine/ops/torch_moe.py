@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -61,18 +62,30 @@ def choose(logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
 
 
 def pack_experts(
-    count: int, hidden: int, inner: int, load: ExpertLoader, device: torch.device, dtype: torch.dtype
+    count: int,
+    hidden: int,
+    inner: int,
+    load: ExpertLoader,
+    device: torch.device,
+    dtype: torch.dtype,
+    into: Callable[[Tensor, Tensor], None] | None = None,
 ) -> PackedExperts:
+    """`into(target, source)` copies a matrix to the device (None: torch does)."""
+    put = into or _copy
     packed = PackedExperts(
         torch.empty(count, 2 * inner, hidden, device=device, dtype=dtype),
         torch.empty(count, hidden, inner, device=device, dtype=dtype),
     )
     for i in range(count):
         gate, up, down = load(i)
-        packed.gate_up[i, :inner].copy_(gate)
-        packed.gate_up[i, inner:].copy_(up)
-        packed.down[i].copy_(down)
+        put(packed.gate_up[i, :inner], gate)
+        put(packed.gate_up[i, inner:], up)
+        put(packed.down[i], down)
     return packed
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    target.copy_(source)
 
 
 def experts(x: Tensor, ids: Tensor, weights: Tensor, packed: PackedExperts, grouped: bool) -> Tensor:

@@ -27,6 +27,7 @@ from dpi_engine.ops.interface import (
     RopeTable,
     StepTensors,
 )
+from dpi_engine.ops.staging import Staging
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +74,7 @@ class _Pages:
     heads: int
     kv_heads: int
     dim: int
+    dtype: torch.dtype
     latent: int = 0
 
     @property
@@ -84,7 +86,11 @@ class _Pages:
         if self.latent:
             keys = self.cache.index_select(0, pages).unsqueeze(2)
             return keys, keys[..., : self.latent]
-        return self.cache[0].index_select(0, pages), self.cache[1].index_select(0, pages)
+        raw = _raw(self.cache)
+        keys, values = raw[0].index_select(0, pages), raw[1].index_select(0, pages)
+        if raw is self.cache:
+            return keys, values
+        return keys.view(self.cache.dtype).to(self.dtype), values.view(self.cache.dtype).to(self.dtype)
 
 
 @dataclass(slots=True)
@@ -127,11 +133,13 @@ class TorchOps(Ops):
 
     name = "torch"
 
-    def __init__(self, device: torch.device | str, dtype: torch.dtype) -> None:
+    def __init__(self, device: torch.device | str, dtype: torch.dtype, kv_dtype: torch.dtype | None = None) -> None:
+        """`kv_dtype`: float8_e4m3fn, or None for caches in `dtype`."""
         if dtype not in DTYPES:
             raise OpsUnavailable(f"dtype {dtype} is not one of {', '.join(map(str, DTYPES))}")
         self.device = torch.device(device)
         self.dtype = self.weight_dtype = dtype
+        self.kv_dtype = kv_dtype or dtype
         try:
             torch.empty(1, device=self.device, dtype=dtype)
         except (RuntimeError, AssertionError) as error:
@@ -144,10 +152,20 @@ class TorchOps(Ops):
         # On a CPU the loop over experts is the faster one.
         self._grouped = self.device.type == "cuda" and torch_moe.grouped_works(self.device, dtype)
         self._layout: _Layout | None = None
+        self._staging = Staging(self.device) if self.device.type == "cuda" else None
+
+    def upload(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        return super().upload(x, dtype) if self._staging is None else self._staging.put(x, dtype)
+
+    def loaded(self) -> None:
+        if self._staging is not None:
+            self._staging.close()
 
     # Linears and embedding
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Any:
+        if self._staging is not None:
+            weight = self._staging.put(weight, self.dtype)
         weight = weight.to(device=self.device, dtype=self.dtype).contiguous()
         bias = None if bias is None else bias.to(device=self.device, dtype=self.dtype).contiguous()
         if self._prepack:
@@ -190,12 +208,13 @@ class TorchOps(Ops):
 
     def new_cache(self, num_blocks: int, shape: HeadShape) -> Tensor:
         size = (2, num_blocks, PAGE_SIZE, shape.kv_heads, shape.dim)
+        held = torch.uint8 if self.kv_dtype.itemsize == 1 else self.kv_dtype  # few operations know eight-bit floats
         if self.device.type == "cpu":
-            return lazy_zeros(size, self.dtype)
-        return torch.zeros(size, device=self.device, dtype=self.dtype)
+            return lazy_zeros(size, held).view(self.kv_dtype)
+        return torch.zeros(size, device=self.device, dtype=held).view(self.kv_dtype)
 
     def cache_bytes_per_block(self, shape: HeadShape) -> int:
-        return 2 * PAGE_SIZE * shape.kv_heads * shape.dim * self.dtype.itemsize
+        return 2 * PAGE_SIZE * shape.kv_heads * shape.dim * self.kv_dtype.itemsize
 
     # Attention
 
@@ -227,11 +246,12 @@ class TorchOps(Ops):
         if k_norm is not None:
             k = self._norm(k, k_norm, eps)
         # A page's first token clears what an earlier owner left: a masked key that is not a number spoils a softmax.
-        cache.index_fill_(1, fresh, 0)
-        keys = cache[0].view(-1, kv_heads, shape.dim)
-        values = cache[1].view(-1, kv_heads, shape.dim)
-        keys.index_copy_(0, step.slots, _rotate(k, cos, sin))
-        values.index_copy_(0, step.slots, v)
+        raw = _raw(cache)
+        raw.index_fill_(1, fresh, 0)
+        keys = raw[0].view(-1, kv_heads, shape.dim)
+        values = raw[1].view(-1, kv_heads, shape.dim)
+        keys.index_copy_(0, step.slots, _stored(_rotate(k, cos, sin), cache))
+        values.index_copy_(0, step.slots, _stored(v, cache))
         return _rotate(q, cos, sin).view(n, heads * shape.dim)
 
     def _turns(self, step: StepTensors, rope: RopeTable) -> tuple[Tensor, Tensor, Tensor]:
@@ -246,11 +266,13 @@ class TorchOps(Ops):
     def attention(
         self, q: Tensor, step: StepTensors, cache: Tensor, shape: HeadShape, scale: float, window: int = 0
     ) -> Tensor:
-        return self._attend(q, step, _Pages(cache, shape.heads, shape.kv_heads, shape.dim), scale, window)
+        return self._attend(q, step, _Pages(cache, shape.heads, shape.kv_heads, shape.dim, self.dtype), scale, window)
 
     # Latent attention
 
     def new_latent_cache(self, num_blocks: int, shape: LatentShape) -> Tensor:
+        if self.kv_dtype is not self.dtype:
+            raise OpsUnavailable(f"caches of latent attention are kept in {self.dtype}: leave --kv-cache-dtype out")
         size = (num_blocks, PAGE_SIZE, shape.dim)
         if self.device.type == "cpu":
             return lazy_zeros(size, self.dtype)
@@ -282,7 +304,7 @@ class TorchOps(Ops):
         return torch.cat((absorbed.transpose(0, 1), queries), dim=-1).view(n, shape.heads * shape.dim)
 
     def latent_attention(self, q: Tensor, step: StepTensors, cache: Tensor, shape: LatentShape, scale: float) -> Tensor:
-        return self._attend(q, step, _Pages(cache, shape.heads, 1, shape.dim, shape.rank), scale, 0)
+        return self._attend(q, step, _Pages(cache, shape.heads, 1, shape.dim, self.dtype, shape.rank), scale, 0)
 
     # Experts
 
@@ -293,7 +315,8 @@ class TorchOps(Ops):
         return torch_moe.choose(F.linear(x.float(), router.weight), router)
 
     def pack_experts(self, count: int, hidden: int, inner: int, load: ExpertLoader) -> torch_moe.PackedExperts:
-        return torch_moe.pack_experts(count, hidden, inner, load, self.device, self.dtype)
+        into = None if self._staging is None else self._staging.into
+        return torch_moe.pack_experts(count, hidden, inner, load, self.device, self.dtype, into)
 
     def experts(self, x: Tensor, ids: Tensor, weights: Tensor, packed: torch_moe.PackedExperts) -> Tensor:
         return torch_moe.experts(x, ids, weights, packed, self._grouped)
@@ -363,6 +386,19 @@ class TorchOps(Ops):
             scale=scale,
         )
         return out.transpose(1, 2).reshape(q_len, paged.heads * paged.value_dim)
+
+
+def _raw(cache: Tensor) -> Tensor:
+    """The cache as numbers that can be moved: bytes, where it holds eight-bit floats."""
+    return cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache
+
+
+def _stored(x: Tensor, cache: Tensor) -> Tensor:
+    """x as the cache holds it; of eight-bit floats the nearest, and the largest for what is larger."""
+    if cache.dtype != torch.float8_e4m3fn:
+        return x
+    largest = torch.finfo(cache.dtype).max
+    return x.float().clamp(-largest, largest).to(cache.dtype).view(torch.uint8)
 
 
 def _for_heads(x: Tensor, group: int) -> Tensor:

@@ -16,7 +16,15 @@ from dpi_engine.core.plan import StepPlan, StepResult
 from dpi_engine.worker.ahead_batch import AheadBatch
 from dpi_engine.worker.batch import PreparedStep
 from dpi_engine.worker.device_sampling import DeviceSampler
-from dpi_engine.worker.graphs import CudaRecorder, DecodeGraphs, Recorder, graph_sizes, graphs_fit
+from dpi_engine.worker.graphs import (
+    CudaRecorder,
+    DecodeGraphs,
+    Recorder,
+    decodes_of,
+    graph_sizes,
+    graphs_fit,
+    padded_size,
+)
 from dpi_engine.worker.runner import Model, Runner, StepTimes
 from dpi_engine.worker.sampling import Sampled, Sampler, judge
 from dpi_engine.worker.transfers import Download, Transfers
@@ -91,8 +99,10 @@ class AheadRunner(Runner):
             return Ticket(self, plan)
         step = self._batch.prepare(plan.work)
         t1 = time.perf_counter()
-        logits = None
-        if self.graphs is not None and not step.prompt_rows:
+        logits: Tensor | None = None
+        if self._meeting is not None:
+            logits = self._together(model, step)
+        elif self.graphs is not None and not step.prompt_rows:
             logits = self.graphs.run(step.tensors)
         if logits is None:
             logits = model.forward(step.tensors, self._caches)
@@ -126,6 +136,53 @@ class AheadRunner(Runner):
             result.prompt_logprobs[slot] = self._sampler.prompt_logprobs(logits[row : row + rows], slot, start)
             row += rows
 
+    # -- steps together with other ranks --
+
+    def _together(self, model: Model, step: PreparedStep) -> Tensor:
+        """The logits of a step that all ranks compute at once, by graphs of one size or kernel by kernel on all."""
+        meeting, tensors = self._meeting, step.tensors
+        assert meeting is not None
+        decodes = None if step.prompt_rows else decodes_of(tensors)
+        size = self._settle_on(tensors.ids.shape[0], decodes)
+        if size is not None and self.graphs is not None:
+            logits = self.graphs.replay(tensors, size)
+        else:
+            logits = model.forward(tensors, self._caches)
+        meeting.settle()
+        return logits
+
+    def idle(self) -> None:
+        """See Runner."""
+        model, meeting = self._awake(), self._meeting
+        if meeting is None:
+            model.idle()
+            return
+        size = self._settle_on(0, 0)
+        if size is not None and self.graphs is not None:
+            with torch.inference_mode():
+                self.graphs.replay(None, size)
+        else:
+            model.idle()
+        meeting.settle()
+
+    def _settle_on(self, tokens: int, decodes: int | None) -> int | None:
+        """The size of the graph that all ranks replay in this step; None where they launch kernel by kernel."""
+        meeting = self._meeting
+        assert meeting is not None
+        able = self._recorder is not None
+        step = meeting.begin(tokens, eager=decodes is None or not able, unrecorded=able and self.graphs is None)
+        if step.unrecorded and not step.eager:  # on all: a recording begins with a real pass, and these meet
+            self._capture(lambda stage, done: None)
+        sizes = graph_sizes(self._batch.max_num_seqs)
+        size = None if step.eager else padded_size(sizes, [step.tokens])
+        if size is not None:
+            meeting.pad(size)
+        return size
+
+    def left(self) -> None:
+        """See Runner."""
+        self.graphs = None
+
     def reset(self) -> None:
         super().reset()
         self._draws.last.zero_()
@@ -139,24 +196,31 @@ class AheadRunner(Runner):
         return largest * self._params.vocab * self._ops.dtype.itemsize
 
     def record(self, progress: Progress, recorder: Recorder | None = None) -> None:
-        """Record decode steps, where the device, the ops and the model allow it; else say why not."""
-        model = self._awake()
-        why = graphs_fit(self._ops, model.spec)
+        """Record decode steps, where the device, the ops and the model allow it; else say why not. Where ranks settle
+        their steps together that waits until they have come together."""
+        why = graphs_fit(self._ops, self._awake().spec)
         if recorder is None and self._ops.device.type == "cuda" and why is None:
-            recorder = CudaRecorder(self._ops.device)
+            recorder = CudaRecorder(self._ops.device, None if self._meeting is None else self._meeting.settle)
         if recorder is None:
             log.info("decode steps are not recorded as CUDA graphs: %s", why or f"device {self._ops.device} has none")
             return
-        caches = self._caches
+        self._recorder = recorder
+        if self._meeting is None:
+            self._capture(progress)
+
+    def _capture(self, progress: Progress) -> None:
+        model, caches = self._awake(), self._caches
+        assert self._recorder is not None
+        self.graphs = None  # their memory first
         graphs = DecodeGraphs(
             self._ops,
             lambda step: model.forward(step, caches),
             self._params.vocab,
             self._batch.max_num_seqs,
             self._max_model_len,
+            *(() if self._meeting is None else (self._meeting.pad,)),
         )
-        self._recorder = recorder
-        seconds = graphs.capture(recorder, progress)
+        seconds = graphs.capture(self._recorder, progress)
         self.graphs = graphs
         log.info("recorded decode steps of %s sequences in %.1f s", ", ".join(map(str, graphs.sizes)), seconds)
 

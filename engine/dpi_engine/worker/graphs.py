@@ -31,9 +31,13 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """CUDA graphs that share one pool of memory: only one of them runs at a time."""
+    """CUDA graphs that share one pool of memory: only one of them runs at a time.
 
-    def __init__(self, device: torch.device) -> None:
+    `settle` waits for the pass before a recording where it may hold exchanges that never end, see StepMeeting.
+    """
+
+    def __init__(self, device: torch.device, settle: Callable[[], None] | None = None) -> None:
+        self._settle = settle
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -42,6 +46,8 @@ class CudaRecorder:
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             run()  # compiles kernels and makes libraries' workspaces, which a recording cannot
+            if self._settle is not None:
+                self._settle()
         current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
@@ -68,6 +74,12 @@ def padded_size(sizes: Sequence[int], decodes: Sequence[int | None]) -> int | No
     return next((size for size in sizes if size >= most), None)
 
 
+def decodes_of(step: StepTensors) -> int | None:
+    """The sequences of a step in which each of them decodes; None for another kind of step."""
+    b = step.kv_lens.shape[0]
+    return b if step.max_q == 1 and step.ids.shape[0] == b == step.rows.shape[0] else None
+
+
 @dataclass(slots=True)
 class _Recorded:
     step: StepTensors
@@ -76,12 +88,19 @@ class _Recorded:
 
 
 class DecodeGraphs:
-    """Graphs of one model over one set of caches."""
+    """Graphs of one model over one set of caches. `pad` is told the size of a pass that is about to be recorded or
+    replayed: what else depends on it has that shape then."""
 
     def __init__(
-        self, ops: Ops, forward: Callable[[StepTensors], Tensor], vocab: int, max_num_seqs: int, max_model_len: int
+        self,
+        ops: Ops,
+        forward: Callable[[StepTensors], Tensor],
+        vocab: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        pad: Callable[[int], None] = lambda size: None,
     ) -> None:
-        self._ops, self._forward = ops, forward
+        self._ops, self._forward, self._pad = ops, forward, pad
         self.sizes = graph_sizes(max_num_seqs)
         self._width = -(-(max_model_len + 1) // PAGE_SIZE)
         self._max_kv = max_model_len + 1
@@ -96,6 +115,7 @@ class DecodeGraphs:
         for done, size in enumerate(reversed(self.sizes)):
             progress("recording decode steps", done / len(self.sizes))
             step = self._null_step(size)
+            self._pad(size)
             with torch.inference_mode():
                 replay = recorder.record(functools.partial(self._pass, step))
             self._recorded[size] = _Recorded(step, replay, 0)
@@ -126,24 +146,27 @@ class DecodeGraphs:
     def run(self, step: StepTensors) -> Tensor | None:
         """Logits [sequences, vocab] of a step in which every sequence decodes, valid until the next replay; None where
         it is another kind, or too large."""
-        b = step.kv_lens.shape[0]
-        decodes = b if step.max_q == 1 and step.ids.shape[0] == b == step.rows.shape[0] else None
-        size = padded_size(self.sizes, [decodes])
-        recorded = self._recorded.get(size) if size is not None else None
-        if recorded is None:
-            return None
-        fixed = recorded.step
-        width = step.block_tables.shape[1]
-        fixed.ids[:b].copy_(step.ids)
-        fixed.positions[:b].copy_(step.positions)
-        fixed.slots[:b].copy_(step.slots)
-        fixed.kv_lens[:b].copy_(step.kv_lens)
-        fixed.block_tables[:b, :width].copy_(step.block_tables)
+        size = padded_size(self.sizes, [decodes_of(step)])
+        return None if size is None else self.replay(step, size)
+
+    def replay(self, step: StepTensors | None, size: int) -> Tensor:
+        """Logits [sequences, vocab] of `step`, in which every sequence decodes, by the graph of `size`, one of `sizes`
+        that is large enough; None is a step of no sequence."""
+        recorded = self._recorded[size]
+        fixed, b = recorded.step, 0
+        if step is not None:
+            b, width = step.block_tables.shape
+            fixed.ids[:b].copy_(step.ids)
+            fixed.positions[:b].copy_(step.positions)
+            fixed.slots[:b].copy_(step.slots)
+            fixed.kv_lens[:b].copy_(step.kv_lens)
+            fixed.block_tables[:b, :width].copy_(step.block_tables)
         if recorded.used > b:
             # What a longer step left there must not be written to, nor read.
             fixed.slots[b : recorded.used].zero_()
             fixed.kv_lens[b : recorded.used].zero_()
         recorded.used = b
+        self._pad(size)
         recorded.replay()
         self.replays += 1
         return self._logits[:b]

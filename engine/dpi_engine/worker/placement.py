@@ -2,9 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dpi_engine.config.errors import ConfigError
+
+VISIBLE = {
+    "cuda": "CUDA_VISIBLE_DEVICES",
+    "hip": "HIP_VISIBLE_DEVICES",
+    "xpu": "ZE_AFFINITY_MASK",
+    "npu": "ASCEND_RT_VISIBLE_DEVICES",
+    "tpu": "TPU_VISIBLE_CHIPS",
+}
+"""By platform the variable that says which devices a process sees, and in what order. Only the first two are devices
+that torch calls cuda; the others are known so that a launch that sets one is told what it does here: nothing."""
+
+
+def visible_device(index: int, environ: Mapping[str, str], hip: bool = False) -> str:
+    """What `cuda:index` is on this machine, in words. `hip`: this torch is one for AMD's GPUs."""
+    name = VISIBLE["hip" if hip else "cuda"]
+    listed = [part.strip() for part in environ.get(name, "").split(",") if part.strip()]
+    if index < len(listed):
+        return f"cuda:{index}, which is {listed[index]} of {name}"
+    return f"cuda:{index}"
+
+
+def ignored_variables(environ: Mapping[str, str], hip: bool = False) -> list[str]:
+    """Variables of other platforms that are set."""
+    known = ("cuda", "hip") if hip else ("cuda",)
+    return [name for platform, name in VISIBLE.items() if platform not in known and name in environ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,3 +68,15 @@ def place(device: str, local_rank: int, local_ranks: int, gpus: int) -> Placemen
         return Placement(device, local_ranks)
     index = local_rank % gpus
     return Placement(f"cuda:{index}", len(range(index, local_ranks, gpus)))
+
+
+def check_own_device(device: str, sharers: int, local_ranks: int) -> None:
+    """Raise ConfigError where ranks that share experts would compute on one GPU. Those of other launches are found when
+    the ranks are linked (wire/exchange/device_links.py).
+    """
+    if sharers > 1:
+        raise ConfigError(
+            f"--enable-expert-parallel (-ep): {sharers} of this launch's {local_ranks} ranks would compute on "
+            f"{device}, and NCCL links one rank for each GPU. Give each rank a GPU of its own: at most as many ranks "
+            "(--data-parallel-size-local) as GPUs, or leave --enable-expert-parallel out"
+        )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dpi_engine.core.plan import StepPlan, StepResult
+from dpi_engine.ops.exchange import StepMeeting
 from dpi_engine.ops.interface import Ops, StepTensors
 from dpi_engine.worker.batch import Batch
 from dpi_engine.worker.null_step import null_step
@@ -61,7 +62,9 @@ class Runner:
     """One rank's model, KV cache and batch.
 
     num_blocks counts the null block. `reload` brings the model back after sleep level 2. `on_sleep(level)` is told when
-    memory is given back, so that who shares the model's layers does the same.
+    memory is given back, so that who shares the model's layers does the same. `meeting`: where the ranks that share the
+    experts settle the shape of each step, for exchanges that need that; a step that they cannot finish raises
+    ExchangeError before anything is sampled.
     """
 
     def __init__(
@@ -75,10 +78,11 @@ class Runner:
         max_num_batched_tokens: int,
         reload: Callable[[], Model] | None = None,
         on_sleep: Callable[[int], None] | None = None,
+        meeting: StepMeeting | None = None,
     ) -> None:
         self._model: Model | None = model
         self._ops = ops
-        self._reload, self._on_sleep = reload, on_sleep
+        self._reload, self._on_sleep, self._meeting = reload, on_sleep, meeting
         self.num_blocks = num_blocks
         self._params = SlotParams(max_num_seqs, int(model.spec.vocab_size))
         self._batch = Batch(
@@ -107,7 +111,7 @@ class Runner:
             return StepResult(step=plan.step, token_ids=[])
         step = self._batch.prepare(plan.work)
         t1 = time.perf_counter()
-        logits = model.forward(step.tensors, self._caches)
+        logits = self._forward(model, step.tensors)
         t2 = time.perf_counter()
         result = StepResult(step=plan.step, token_ids=[])
         m = len(step.sample_slots)
@@ -122,6 +126,14 @@ class Runner:
         self.times = StepTimes(t1 - t0, t2 - t1, time.perf_counter() - t2)
         self._begun = None
         return result
+
+    def _forward(self, model: Model, step: StepTensors) -> Tensor:
+        if self._meeting is None:
+            return model.forward(step, self._caches)
+        self._settle_on(step.ids.shape[0], None)
+        logits = model.forward(step, self._caches)
+        self._meeting.settle()
+        return logits
 
     def _enter(self, plan: StepPlan) -> None:
         """Take the plan's sequences and blocks into the batch."""
@@ -155,7 +167,28 @@ class Runner:
 
     def idle(self) -> None:
         """Take part in a step of the ranks that share the experts, without tokens. Raises ExchangeError."""
-        self._awake().idle()
+        model = self._awake()
+        if self._meeting is None:
+            model.idle()
+            return
+        self._settle_on(0, None)
+        model.idle()
+        self._meeting.settle()
+
+    def _settle_on(self, tokens: int, decodes: int | None) -> int | None:
+        """Begin a step of all ranks, with `tokens` of this one; here every rank launches kernel by kernel."""
+        assert self._meeting is not None
+        self._meeting.begin(tokens, eager=True, unrecorded=False)
+        return None
+
+    def joined(self) -> None:
+        """The devices of the ranks that share the experts are linked anew. Where all can, they record steps now, lest
+        the first request wait for it. Raises ExchangeError."""
+        if self._meeting is not None and not any(self._meeting.agree([int(self._asleep > 0)])):
+            self._settle_on(0, 0)
+
+    def left(self) -> None:
+        """They are no longer linked: nothing that was recorded can be used."""
 
     def reset(self) -> None:
         """Forget all sequences; the scheduler must have given up their slots."""

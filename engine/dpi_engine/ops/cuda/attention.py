@@ -27,7 +27,7 @@ LOG2E = 1 / math.log(2)
 @triton.jit
 def _tile(table, keys, values, q, scale, high, total, weight, n, end, lowest, query_at, kv_head,
           KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGE: tl.constexpr,
-          BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+          BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, WIDE: tl.constexpr, EIGHT: tl.constexpr):  # fmt: skip
     """Take BLOCK_N keys from `n` on into the running softmax: `high` is the largest score of each row, `total` the sum
     of weights, `weight` the weighted sum of values. Keys below `lowest` or from `end` on are not read."""
     at = n + tl.arange(0, BLOCK_N)
@@ -43,6 +43,9 @@ def _tile(table, keys, values, q, scale, high, total, weight, n, end, lowest, qu
     if WIDE:
         k = k.to(tl.float32)
         v = v.to(tl.float32)
+    elif EIGHT:  # exact: e4m3 has fewer bits in both parts
+        k = k.to(q.dtype)
+        v = v.to(q.dtype)
     scores = tl.dot(q, tl.trans(k), input_precision="tf32x3") * scale
     seen = there[None, :] & (at[None, :] <= query_at[:, None])
     if WINDOW > 0:
@@ -55,7 +58,7 @@ def _tile(table, keys, values, q, scale, high, total, weight, n, end, lowest, qu
     shrink = tl.exp2(high - base)
     total = total * shrink + tl.sum(p, 1)
     if WIDE:  # noqa: SIM108 - a choice while compiling
-        p = p.to(values.dtype.element_ty).to(tl.float32)
+        p = p.to(tl.bfloat16).to(tl.float32)
     else:
         p = p.to(v.dtype)
     weight = weight * shrink[:, None] + tl.dot(p, v, input_precision="tf32x3")
@@ -66,7 +69,7 @@ def _tile(table, keys, values, q, scale, high, total, weight, n, end, lowest, qu
 def _chunks(q, keys, values, tables, kv_lens, cu_q, out, scale, sequences, table_stride,
             HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
             PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BATCH_PAD: tl.constexpr,
-            WINDOW: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+            WINDOW: tl.constexpr, WIDE: tl.constexpr, EIGHT: tl.constexpr):  # fmt: skip
     """Sequences of several queries. Tiles are numbered over all sequences: the first tile of sequence i is
     cu_q[i] // BLOCK_Q + i, which leaves at least as many as it needs and is known without reading lengths on the host.
     """
@@ -103,7 +106,7 @@ def _chunks(q, keys, values, tables, kv_lens, cu_q, out, scale, sequences, table
     for n in range(lowest // PAGE * PAGE, end, BLOCK_N):
         high, total, weight = _tile(
             tables + sequence * table_stride, keys, values, rows, scale, high, total, weight, n, end, lowest,
-            before + query, kv_head, KV_HEADS, DIM, DIM_PAD, PAGE, BLOCK_N, WINDOW, WIDE,
+            before + query, kv_head, KV_HEADS, DIM, DIM_PAD, PAGE, BLOCK_N, WINDOW, WIDE, EIGHT,
         )  # fmt: skip
     found = weight / tl.where(total > 0, total, 1.0)[:, None]
     tl.store(out + where, found.to(out.dtype.element_ty), mask=mask)
@@ -113,7 +116,7 @@ def _chunks(q, keys, values, tables, kv_lens, cu_q, out, scale, sequences, table
 def _singles(q, keys, values, tables, kv_lens, cu_q, out, parts, peaks, scale, table_stride,
              HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
              PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
-             WINDOW: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+             WINDOW: tl.constexpr, WIDE: tl.constexpr, EIGHT: tl.constexpr):  # fmt: skip
     """Sequences of one query: split program_id(2) of its keys. With one split the result is final; else parts
     [sequences, heads, SPLITS, dim] and the base-two logarithms of their weights, peaks [sequences, heads, SPLITS]."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -145,7 +148,7 @@ def _singles(q, keys, values, tables, kv_lens, cu_q, out, parts, peaks, scale, t
     for n in range(begin, end, BLOCK_N):
         high, total, weight = _tile(
             tables + sequence * table_stride, keys, values, rows, scale, high, total, weight, n, end, lowest,
-            query_at, kv_head, KV_HEADS, DIM, DIM_PAD, PAGE, BLOCK_N, WINDOW, WIDE,
+            query_at, kv_head, KV_HEADS, DIM, DIM_PAD, PAGE, BLOCK_N, WINDOW, WIDE, EIGHT,
         )  # fmt: skip
     found = weight / tl.where(total > 0, total, 1.0)[:, None]
     if SPLITS == 1:
@@ -203,7 +206,8 @@ def queries_at_once(dim: int, dtype: torch.dtype) -> int:
 def attention(
     q: Tensor, step: StepTensors, cache: Tensor, shape: HeadShape, scale: float, window: int, splits: int = 0
 ) -> Tensor:
-    """As `Ops.attention`; cache [2, blocks, PAGE_SIZE, kv_heads, dim]. `splits` 0: as `splits_for` has it."""
+    """As `Ops.attention`; cache [2, blocks, PAGE_SIZE, kv_heads, dim] of q's dtype or in e4m3. `splits` 0: as
+    `splits_for` has it."""
     out = torch.empty_like(q)
     n, b = q.shape[0], step.kv_lens.shape[0]
     if not n:
@@ -213,6 +217,7 @@ def attention(
     common = {
         "HEADS": shape.heads, "KV_HEADS": shape.kv_heads, "DIM": shape.dim, "DIM_PAD": dim_pad, "PAGE": PAGE_SIZE,
         "BLOCK_N": block_n, "WINDOW": window, "WIDE": wide,
+        "EIGHT": cache.dtype == torch.float8_e4m3fn,
     }  # fmt: skip
     tables, stride = step.block_tables, step.block_tables.stride(0)
     if step.max_q > 1:

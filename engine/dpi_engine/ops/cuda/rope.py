@@ -14,10 +14,22 @@ HEADS_AT_ONCE = 8
 
 
 @triton.jit
+def to_e4m3(x, kind: tl.constexpr):
+    """float32 x as kind (e4m3), rounded to nearest even here: then the cast, whose rounding differs between Triton's
+    back ends, has nothing to round. What is too large becomes the largest, and not-a-number stays."""
+    x = tl.where(x > 448.0, 448.0, tl.where(x < -448.0, -448.0, x))
+    bits = x.to(tl.int32, bitcast=True)
+    bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000  # three bits of the fraction stay
+    # Below 2^-6 numbers are multiples of 2^-9, the unit in the last place of what is added.
+    small = (x + 24576.0) - 24576.0
+    return tl.where(tl.abs(x) < 0.015625, small, bits.to(tl.float32, bitcast=True)).to(kind)
+
+
+@triton.jit
 def _rope_write(
     qkv, positions, slots, cos, sin, q_weight, k_weight, q_out, keys, values, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr, BLOCK: tl.constexpr,
-    Q_NORM: tl.constexpr, K_NORM: tl.constexpr,
+    Q_NORM: tl.constexpr, K_NORM: tl.constexpr, EIGHT: tl.constexpr,
 ):  # fmt: skip
     """A program takes BLOCK of the heads + 2 kv_heads rows of one token; a block may hold rows of all three kinds."""
     DIM: tl.constexpr = 2 * HALF
@@ -62,12 +74,18 @@ def _rope_write(
     slot = tl.load(slots + token) * KV_HEADS
     k_at = keys + (slot + head - HEADS)[:, None] * DIM + at[None, :]
     k_mask = is_k[:, None] & columns
-    tl.store(k_at, low_out, mask=k_mask)
-    tl.store(k_at + HALF, high_out, mask=k_mask)
+    if EIGHT:
+        low_kept = to_e4m3(low_out.to(tl.float32), keys.dtype.element_ty)
+        high_kept = to_e4m3(high_out.to(tl.float32), keys.dtype.element_ty)
+    else:
+        low_kept = low_out
+        high_kept = high_out
+    tl.store(k_at, low_kept, mask=k_mask)
+    tl.store(k_at + HALF, high_kept, mask=k_mask)
     v_at = values + (slot + head - HEADS - KV_HEADS)[:, None] * DIM + at[None, :]
     v_mask = is_v[:, None] & columns
-    tl.store(v_at, low_out, mask=v_mask)
-    tl.store(v_at + HALF, high_out, mask=v_mask)
+    tl.store(v_at, low_kept, mask=v_mask)
+    tl.store(v_at + HALF, high_kept, mask=v_mask)
 
 
 def rope_write(
@@ -80,7 +98,7 @@ def rope_write(
     k_norm: Tensor | None,
     eps: float,
 ) -> Tensor:
-    """As `Ops.rope_write`; cache [2, blocks, PAGE_SIZE, kv_heads, dim] of the dtype of qkv, both contiguous."""
+    """As `Ops.rope_write`; cache [2, blocks, PAGE_SIZE, kv_heads, dim] of the dtype of qkv or in e4m3, contiguous."""
     n, total = qkv.shape[0], shape.heads + 2 * shape.kv_heads
     q = torch.empty(n, shape.heads * shape.dim, dtype=qkv.dtype, device=qkv.device)
     if n:
@@ -90,6 +108,7 @@ def rope_write(
             rope.cos if q_norm is None else q_norm, rope.cos if k_norm is None else k_norm,
             q, cache[0], cache[1], eps,
             HEADS=shape.heads, KV_HEADS=shape.kv_heads, HALF=shape.dim // 2, HALF_PAD=pow2(shape.dim // 2),
-            BLOCK=block, Q_NORM=q_norm is not None, K_NORM=k_norm is not None, num_warps=2,
+            BLOCK=block, Q_NORM=q_norm is not None, K_NORM=k_norm is not None, EIGHT=cache.dtype == torch.float8_e4m3fn,
+            num_warps=2,
         )  # fmt: skip
     return q

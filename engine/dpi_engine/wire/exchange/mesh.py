@@ -184,6 +184,7 @@ class Mesh:
         self._dials: dict[int, _Dial] = {}
         self._met: dict[int, socket.socket] = {}  # links of the epoch that is being formed
         self._strangers: list[_Stranger] = []
+        self._hangups = select.poll()  # of the links that stand
         self._waker = Waker()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.socket(family, socket.SOCK_STREAM)
@@ -210,6 +211,13 @@ class Mesh:
             self._waker.wake()
 
     # -- forming -----------------------------------------------------------------------------------------------------
+
+    def host_of(self, rank: int) -> str:
+        """The IP where `rank` takes links. Raises ExchangeError where the group is not known to be complete."""
+        table = self._table
+        if table is None or len(table.members) != self.size:
+            raise ExchangeError(f"group {self.group} is over: not all of its ranks are there")
+        return split_tcp(table.members[rank].endpoint)[0]
 
     @property
     def missing(self) -> str:
@@ -430,6 +438,9 @@ class Mesh:
 
     def _adopt(self) -> None:
         self._links = {rank: _Link(rank, sock, sock.fileno()) for rank, sock in sorted(self._met.items())}
+        self._hangups = select.poll()
+        for link in self._links.values():
+            self._hangups.register(link.fd, select.POLLRDHUP)
         self.group, self._number = self._forming_epoch, 0
         self._met, self._dials, self._forming_epoch = {}, {}, 0
 
@@ -462,6 +473,16 @@ class Mesh:
         if self.group and self.seen > self.group:
             missing = f": {self.missing}" if self.missing else ""
             raise ExchangeError(f"group {self.group} is over, the head announced group {self.seen}{missing}")
+
+    def check(self) -> None:
+        """Raises ExchangeError where a peer has left or the group is over; reads nothing and waits for nothing.
+
+        For exchanges that go other ways than these links, whose waits do not end when a peer is gone.
+        """
+        self.check_news()
+        by_fd = {link.fd: link for link in self._links.values()}
+        for fd, _ in self._hangups.poll(0):
+            raise self._gone(by_fd[fd])
 
     def rest(self, timeout: float, fds: Sequence[int] = ()) -> bool:
         """Wait until a peer has begun an exchange (True), or one of `fds` is readable or the time is up (False).
