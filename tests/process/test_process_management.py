@@ -103,6 +103,21 @@ def test_sleeping_ends_what_runs_with_an_abort(group: Group) -> None:
         results(group, "wake_up")
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_sleeping_can_keep_what_runs(group: Group, level: int) -> None:
+    """It is computed anew when the ranks wake up, with the text of a run that nothing broke."""
+    whole = group.head.text(PROMPT, rank=3, max_tokens=1500)
+    stream = Stream(group.head, PROMPT, rank=3, max_tokens=1500).until_tokens(5)
+    try:
+        results(group, "sleep", level, "keep")
+        seen = stream.at_rest()
+    finally:
+        results(group, "wake_up")
+    assert stream.until_end().finish_reason == "length"
+    assert seen < stream.tokens
+    assert stream.text == whole
+
+
 def test_a_reset_prefix_cache_has_no_hits(group: Group) -> None:
     prompt = PROMPT * 8
 

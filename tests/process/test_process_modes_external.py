@@ -124,6 +124,7 @@ def test_a_pod_that_does_not_fit_is_refused_by_the_head_and_serves_nothing(
 
 def test_a_pod_waits_for_its_head_by_name_and_ends_at_the_time_limit(make_pod: Callable[..., Pod]) -> None:
     head = make_pod()
+    place = f"tcp://127.0.0.1:{head.rpc}"
     with make_pod("-dp", "2", "-dpn", "1", "--handshake-timeout", "40", member_of=head, wait=False) as member:
 
         def named() -> bool:
@@ -131,11 +132,12 @@ def test_a_pod_waits_for_its_head_by_name_and_ends_at_the_time_limit(make_pod: C
                 answer = member.manage("/startupz")
             except OSError:
                 return False
-            return answer.status == 503 and f"joining the head at tcp://127.0.0.1:{head.rpc}" in answer.text
+            return answer.status == 503 and f"joining the head at {place}: no connection" in answer.text
 
-        until(named, "/startupz says what it waits for", every=0.01)
+        until(named, "/startupz says what it waits for, and what is in the way", every=0.01)
         assert member.wait_exit() == NO_HEAD
-        assert f"tcp://127.0.0.1:{head.rpc}" in member.log
+        assert f"has looked for the head at {place} for " in member.log
+        assert f"missing: rank 1 (NEW, joining the head at {place}: no connection)" in member.log
 
 
 def test_sigterm_ends_each_pod_by_itself(make_pod: Callable[..., Pod]) -> None:

@@ -166,3 +166,32 @@ def test_a_port_of_the_coordinator_that_is_in_use_is_named(moe: Path, process_ca
             assert pod.wait_exit() == 78
             taken.close()
             assert "coordinator to front ends (--data-parallel-rpc-port" in pod.log
+
+
+def lost_in_names(moe: Path, cache: Path, *args: str) -> Pod:
+    """A launch that joins a head whose name has no address; not started."""
+    name = ("--data-parallel-address", "no-such-head.invalid")
+    return Pod(moe, *COMMON, *name, *args, cache=cache, head=Pod(moe, cache=cache), wait=False)
+
+
+def says_what_it_looks_for(pod: Pod) -> bool:
+    try:
+        answer = pod.manage("/startupz")
+    except OSError:
+        return False
+    return answer.status == 503 and "looking for the head: host 'no-such-head.invalid': no such name" in answer.text
+
+
+def test_a_heads_name_may_get_its_address_later(moe: Path, process_cache: Path) -> None:
+    """As that of a pod which is not there yet: it is looked up anew, and named at the time limit."""
+    with lost_in_names(moe, process_cache, "-dpr", "2", "--handshake-timeout", "20") as pod:
+        until(lambda: says_what_it_looks_for(pod), "/startupz says what it looks for")
+        assert pod.wait_exit() == 3
+        assert "not complete after --handshake-timeout 20 s; looking for the head: host 'no-such" in pod.log
+
+
+def test_a_launch_that_looks_for_a_name_stops_when_it_is_told_to(moe: Path, process_cache: Path) -> None:
+    with lost_in_names(moe, process_cache, "-dpr", "2", "--handshake-timeout", "3600") as pod:
+        until(lambda: says_what_it_looks_for(pod), "/startupz says what it looks for")
+        pod.terminate()
+        assert pod.wait_exit() == 0

@@ -158,6 +158,12 @@ def test_all_ranks_are_paused_and_resumed_together(moe: Path, cache: Path, expec
             assert ask(f"{pod.url}/sleep?level={level}", method="POST").status == 200
             assert ask(f"{pod.url}/wake_up", method="POST").status == 200
             assert pod.text(PROMPTS[1], rank=0, max_tokens=48) == expected[1]
+        whole = pod.text(PROMPTS[0], rank=1, max_tokens=700)
+        stream = Stream(pod, PROMPTS[0], rank=1, max_tokens=700).until_tokens(10)
+        assert ask(f"{pod.url}/sleep?level=2&mode=keep", method="POST").status == 200
+        assert stream.at_rest() < 700
+        assert ask(f"{pod.url}/wake_up", method="POST").status == 200
+        assert stream.until_end(120).text == whole
 
 
 def test_without_expert_parallelism_ranks_are_independent(moe: Path, cache: Path, expected: list[str]) -> None:

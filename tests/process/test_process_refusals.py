@@ -204,6 +204,7 @@ def test_a_port_in_use_is_named_with_its_flag(make_pod: Callable[..., Pod], flag
             assert flag in pod.log
             assert str(first + offset) in pod.log
             assert "in use" in pod.log
+            assert "free it or give another" in pod.log
             assert "Traceback" not in pod.log
         finally:
             taken.close()

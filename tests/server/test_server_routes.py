@@ -9,6 +9,10 @@ from typing import Any
 import pytest
 from server_harness import CHATML, TOKENIZER, Bundle, drive, echo_client, running
 
+from dpi_engine.core import utility
+from dpi_engine.core.limits import PauseMode
+from dpi_engine.server import dev_routes
+
 USER = [{"role": "user", "content": "hi"}]
 
 
@@ -209,6 +213,11 @@ def test_incomplete_characters_and_emoji_are_the_same_streamed_and_whole() -> No
     drive(main)
 
 
+def test_modes_of_calls_are_those_of_the_ranks() -> None:
+    assert set(dev_routes.PAUSE_MODES) == set(PauseMode)
+    assert dev_routes.SLEEP_MODES == utility.SLEEP_MODES
+
+
 def test_development_routes_exist_only_when_switched_on() -> None:
     async def main() -> None:
         async with running() as server:
@@ -217,7 +226,7 @@ def test_development_routes_exist_only_when_switched_on() -> None:
             assert (await server.get("/is_sleeping"))[0] == 404
         async with running(dev_endpoints=True) as server:
             assert (await server.post("/reset_prefix_cache"))[1] == {"ranks": {"0": True, "1": True}}
-            assert (await server.post("/sleep?level=2&mode=wait"))[0] == 200
+            assert (await server.post("/sleep?level=2&mode=keep"))[0] == 200
             assert (await server.get("/is_sleeping"))[1]["is_sleeping"] is False
             assert (await server.post("/wake_up?tags=weights&tags=kv_cache"))[0] == 200
             assert (await server.post("/pause?mode=keep&clear_cache=false"))[0] == 200
@@ -225,14 +234,15 @@ def test_development_routes_exist_only_when_switched_on() -> None:
             assert (await server.post("/resume"))[0] == 200
             assert server.client.calls == [
                 ("reset_prefix_cache", ()),
-                ("sleep", (2, "wait")),
+                ("sleep", (2, "keep")),
                 ("is_sleeping", ()),
                 ("wake_up", (["weights", "kv_cache"],)),
                 ("pause_scheduler", ("keep", False)),
                 ("is_scheduler_paused", ()),
                 ("resume_scheduler", ()),
             ]
-            for path in ("/sleep?level=9", "/sleep?mode=x", "/pause?mode=x", "/pause?clear_cache=1", "/wake_up?tags=x"):
+            wrong = ("/sleep?level=9", "/sleep?mode=wait", "/pause?mode=x", "/pause?clear_cache=1", "/wake_up?tags=x")
+            for path in wrong:
                 status, answer = await server.post(path)
                 assert status == 400 and answer["error"]["param"], path
 

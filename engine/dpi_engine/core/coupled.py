@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from dpi_engine.core.engine import EngineCore
 from dpi_engine.core.lockstep import Lockstep, Move, Phase, Report, Vote
 from dpi_engine.core.outputs import StepOutputs
-from dpi_engine.core.utility import Utilities, UtilityError
+from dpi_engine.core.utility import SLEEP_MODES, Utilities, UtilityError
 from dpi_engine.wire.errors import ExchangeError
 from dpi_engine.wire.messages import Pace
 
@@ -235,10 +235,10 @@ class CoupledCore:
             mode = rest[0] if rest else "abort"
             if level == 0:
                 return self._begin(method, utilities.call("pause_scheduler", [mode]), self._held, nothing, answer)
-            if level not in (1, 2) or mode not in ("abort", "keep") or len(rest) > 1:
+            if level not in (1, 2) or mode not in SLEEP_MODES or len(rest) > 1:
                 utilities.call(method, args)  # says what is wrong
-            ended = utilities.call("pause_scheduler", ["abort"])
-            return self._begin(method, ended, self._held, lambda: utilities.call("sleep", [level]), answer)
+            ended = utilities.call("pause_scheduler", [mode])
+            return self._begin(method, ended, self._held, lambda: utilities.call("sleep", [level, mode]), answer)
         if method == "resume_scheduler":
             return self._begin(method, utilities.call(method, args), self._going, nothing, answer)
         if method == "wake_up":

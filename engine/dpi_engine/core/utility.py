@@ -13,6 +13,9 @@ from dpi_engine.wire.errors import WorkerLost
 
 log = logging.getLogger(__name__)
 
+SLEEP_MODES = (PauseMode.ABORT, PauseMode.KEEP)
+"""What may become of requests when memory is given up."""
+
 
 class UtilityError(Exception):
     """The call cannot be done; the message goes to the caller."""
@@ -82,12 +85,12 @@ class Utilities:
         return None, StepOutputs()
 
     def _sleep(self, level: int = 1, mode: str = "abort") -> tuple[None, StepOutputs]:
-        """0 pauses, 1 drops the KV cache too, 2 the weights as well."""
+        """0 pauses, 1 drops the KV cache too, 2 the weights as well. Requests that are kept are computed anew later."""
         if level not in (0, 1, 2):
             raise UtilityError(f"sleep level {level!r}: expected 0, 1 or 2")
-        if mode not in ("abort", "keep") and level > 0:
-            raise UtilityError(f"sleep mode {mode!r}: expected abort (the KV cache goes)")
-        _, outputs = self._pause("abort" if level > 0 else mode)
+        if mode not in SLEEP_MODES and level > 0:
+            raise UtilityError(f"sleep mode {mode!r}: expected {' or '.join(SLEEP_MODES)} (nothing is waited for)")
+        _, outputs = self._pause(mode)
         if level > 0:
             self._core.sleep(level, self._clock())
         return None, outputs

@@ -12,6 +12,8 @@ import threading
 import time
 from typing import Any
 
+import msgspec
+
 from dpi_engine.config import fingerprint
 from dpi_engine.config.errors import ConfigError
 from dpi_engine.core.coupled import CoupledCore
@@ -73,6 +75,7 @@ class EngineProcess:
         self._waits = "waits for the group"
         self._step_began: float | None = None
         self._steps = 0
+        self._joining = False  # for the first time
         self._interruptible = True  # until requests are served, a signal ends the process wherever it is
         self._drain_s = settings.shutdown_timeout if settings.headless else 0.0
         self._load_seq = 0
@@ -119,6 +122,8 @@ class EngineProcess:
                 formed=counts.formed,
                 exchange_s=self._mesh.waited_s,
             )
+        if self._joining and (trouble := self._link.trouble):
+            report = msgspec.structs.replace(report, stage=f"{report.stage}: {trouble}")
         return report
 
     def _on_control(self, message: ToChild) -> None:
@@ -187,7 +192,9 @@ class EngineProcess:
         if self.stop.is_set():
             raise KeyboardInterrupt
         self.report.stage = f"joining the head at {self.spec.handshake[-1]}"
+        self._joining = True
         init = self._link.connect(settings.handshake_timeout)
+        self._joining = False
         dtype = init.dtype if init.dtype != "auto" else settings.dtype
         if self.spec.exchange:
             host, port = self.spec.exchange

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import functools
 import logging
 import os
@@ -21,7 +22,7 @@ from dpi_engine.config.build import build
 from dpi_engine.config.errors import ConfigError, SourceError
 from dpi_engine.config.experts import ExpertPlacement
 from dpi_engine.config.machine import auto_dtype, cpu_features, usable_cpus
-from dpi_engine.config.network import resolve, source_address, tcp_endpoint
+from dpi_engine.config.network import AddressError, resolve, source_address, tcp_endpoint
 from dpi_engine.config.parallel import Mode, ParallelConfig, Ports
 from dpi_engine.config.pod import PodIdentity
 from dpi_engine.config.settings import Settings
@@ -61,7 +62,7 @@ from dpi_engine.wire.head import HeadHandshake
 from dpi_engine.wire.lease import DRAINING, LEFT, Group, LeaseTimings, Missing
 from dpi_engine.wire.messages import RankInfo, RankState
 from dpi_engine.wire.places import Place, places_of
-from dpi_engine.wire.sockets import RuntimeDir
+from dpi_engine.wire.sockets import RuntimeDir, backoff
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +70,8 @@ WATCH_S = 0.25
 STANDSTILL_S = 1.5
 """A gap between two looks that only a standstill of this process explains."""
 STOP_MARGIN_S = 5.0
+LOOK_UP_S = 5.0
+"""For one look-up of the head's name; a stop waits for it."""
 
 
 class Launcher:
@@ -168,7 +171,10 @@ class Launcher:
         try:
             await web.TCPSite(runner, host, port).start()
         except OSError as e:
-            message = f"{flag} {port}: cannot listen on {host}: {e.strerror or e}"
+            # asyncio wraps the system's words in its own
+            why = os.strerror(e.errno).lower() if e.errno else str(e)
+            todo = "; free it or give another" if e.errno == errno.EADDRINUSE else ""
+            message = f"{flag} {port}: cannot listen on {host}: {why}{todo}"
             raise LaunchFailed(message, EXIT_REFUSED) from None
 
     async def _resolve_model(self) -> str:
@@ -233,6 +239,9 @@ class Launcher:
         own = {"--management-port", "--data-parallel-supervisor-port"}  # held by this process by now
         wanted = [w for w in addresses.ports.bound(self.settings, self.parallel, self.moe) if w[0] not in own]
         check_all(wanted, self._http_host(), addresses.host, self._held)
+        exchange = await self._exchange(addresses) if self.coupled else {}
+        if self._stop.is_set():
+            return
         self._control = ControlServer(addresses.control(), self._on_report)
         self._control.start()
         (self._run_dir / "prometheus").mkdir()
@@ -249,7 +258,6 @@ class Launcher:
         handshake = [] if self.parallel.headless else addresses.handshake()[:1]
         if not self.parallel.is_head:
             handshake.append(head)
-        exchange = await self._exchange(addresses) if self.coupled else {}
         for local_rank, rank in enumerate(self.parallel.local_ranks):
             self._add_child(
                 ChildKind.ENGINE,
@@ -269,6 +277,8 @@ class Launcher:
     async def _exchange(self, addresses: PodAddresses) -> dict[int, list[Any]]:
         """IP and port on which each rank of this launch takes links of the others. Raises LaunchFailed, ConfigError."""
         host = await self._exchange_host(addresses)
+        if self._stop.is_set():
+            return {}
         found: dict[int, list[Any]] = {}
         for rank, (what, port) in addresses.ports.exchange(self.parallel, self.pod.in_pod).items():
             if port > 65535:
@@ -278,13 +288,37 @@ class Launcher:
         return found
 
     async def _exchange_host(self, addresses: PodAddresses) -> str:
-        """The IP by which ranks of other pods reach this one's. Raises ConfigError when the head cannot be found."""
+        """The IP by which ranks of other pods reach this one's: that from which it reaches the head.
+
+        The head's name may get its address later than this launch starts, so it is looked up anew until it has one.
+        Raises LaunchFailed at --handshake-timeout. What it gives back after a stop was asked for is of no use.
+        """
         if self.pod.ip is not None:
             return self.pod.ip
+        own = "127.0.0.1"
         if self.parallel.is_head:
-            return addresses.host or "127.0.0.1"
-        head = await asyncio.to_thread(resolve, self.parallel.address, 30.0)
-        return source_address(head, self.parallel.rpc_port)
+            return addresses.host or own
+        deadline = self._began + self.settings.handshake_timeout
+        told = float("-inf")
+        for pause in backoff():
+            try:
+                head = await asyncio.to_thread(resolve, self.parallel.address, LOOK_UP_S)
+                return source_address(head, self.parallel.rpc_port)
+            except AddressError as e:
+                self.state.stage = f"looking for the head: {e}"
+            now = time.monotonic()
+            if now >= deadline:
+                limit = f"--handshake-timeout {self.settings.handshake_timeout:.0f} s"
+                raise LaunchFailed(f"not complete after {limit}; {self.state.stage}", EXIT_HANDSHAKE)
+            if now - told >= LeaseTimings().report:
+                told = now
+                log.warning("%s", self.state.stage)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(pause, deadline - now)):
+                    await self._stop.wait()
+            if self._stop.is_set():
+                break
+        return own
 
     def _add_api_servers(self, addresses: PodAddresses, model_path: str, head: str, coordinated: bool) -> None:
         assert self._run_dir is not None

@@ -12,6 +12,7 @@ from dpi_engine.server.routes import json_response
 from dpi_engine.server.state import STATE
 
 PAUSE_MODES = ("abort", "wait", "keep")
+SLEEP_MODES = ("abort", "keep")  # of core/utility.py, which a front end does not load
 
 
 async def _call(request: web.Request, method: str, *args: Any) -> dict[int, Any]:
@@ -40,15 +41,15 @@ async def reset_prefix_cache(request: web.Request) -> web.Response:
 
 
 async def sleep(request: web.Request) -> web.Response:
-    """`level` 1 gives up the KV cache and sets the weights aside, 2 drops the weights; `mode` says what becomes of
-    requests under way."""
+    """`level` 1 gives up the KV cache, 2 the weights too; `mode` abort ends requests under way, keep computes them
+    anew after `/wake_up`."""
     level = int(_choice(request, "level", ("1", "2"), "1"))
-    mode = _choice(request, "mode", PAUSE_MODES, "abort")
+    mode = _choice(request, "mode", SLEEP_MODES, "abort")
     return _by_rank(await _call(request, "sleep", level, mode))
 
 
 async def wake_up(request: web.Request) -> web.Response:
-    """`tags` (repeated: weights, kv_cache) limits what is brought back."""
+    """`tags` (repeated: weights, kv_cache) are checked; everything is brought back, whichever are given."""
     tags = request.query.getall("tags", [])
     unknown = [tag for tag in tags if tag not in ("weights", "kv_cache")]
     if unknown:

@@ -137,6 +137,11 @@ class EngineLink:
         return (self._group or self._lease).epoch
 
     @property
+    def trouble(self) -> str:
+        """What is in the way of a registration that is being tried; empty while nothing is."""
+        return next((keeper.registrar.trouble for keeper in self._keepers() if keeper.registrar.trouble), "")
+
+    @property
     def places(self) -> list[Place]:
         """In which pods the group's ranks are; the head tells one rank of a pod with front ends of its own."""
         return self._group.places if self._group is not None else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -17,6 +18,8 @@ from dpi_engine.wire.errors import HandshakeTimeout, Refusal, TypedRefusal, Wire
 from dpi_engine.wire.lease import LeaseTimings
 from dpi_engine.wire.messages import WIRE_VERSION, Dialect
 from dpi_engine.wire.sockets import backoff, make_socket, receive, resolve
+
+log = logging.getLogger(__name__)
 
 SOCKET = "engine_handshake"
 
@@ -40,6 +43,8 @@ class Registrar:
     declared: dict[str, Any] = field(default_factory=dict)
     fingerprint: str = ""
     pod: str = ""
+    trouble: str = ""
+    """What was in the way of the last attempt; empty before the first one has failed and once one has not."""
 
     def message(self, status: str, epoch: int, **extra: Any) -> bytes:
         """A message of this engine under `epoch`."""
@@ -70,11 +75,12 @@ class Registrar:
 
         `epoch` is the highest this rank ever had, `replaces` its boot id before. A vLLM head dies of a second HELLO, so
         in that dialect one is sent per connection, and only when it stands. `enough` is asked after
-        every attempt whether to leave it at that. Raises TypedRefusal, or HandshakeTimeout naming what was last in the
-        way.
+        every attempt whether to leave it at that. What is in the way is in `trouble`, and now and then in the log.
+        Raises TypedRefusal, or HandshakeTimeout naming what was last in the way.
         """
         hello = self._hello(epoch, replaces)
-        last = "no attempt was made"
+        self.trouble = ""
+        began = told = time.monotonic()
         refused_since: float | None = None
         tried = False
         for pause in backoff():
@@ -82,6 +88,12 @@ class Registrar:
             if left <= 0 or self.stop.is_set() or (tried and enough()):
                 break
             tried = True
+            if self.trouble and time.monotonic() - told >= self.timings.report:
+                told = time.monotonic()
+                log.warning(
+                    "rank %d has looked for the head at %s for %.0f s: %s",
+                    self.rank, self.endpoint, told - began, self.trouble,
+                )  # fmt: skip
             try:
                 sock = make_socket(
                     self.context,
@@ -91,7 +103,7 @@ class Registrar:
                     immediate=True,
                 )
             except OSError as error:
-                last = f"{self.endpoint}: {error}"
+                self.trouble = str(error)
                 self.stop.wait(min(pause, left))
                 continue
             try:
@@ -103,24 +115,26 @@ class Registrar:
                 refused_since = refused_since or now
                 if refusal.code != Refusal.DUPLICATE_RANK or now - refused_since > 2 * self.timings.lost:
                     raise
-                last = refusal.message
+                self.trouble = refusal.message
                 self.stop.wait(min(pause, self.timings.beat * 4))
                 continue
             except TimeoutError as error:
                 sock.close(0)
-                last = str(error)
+                self.trouble = str(error)
                 self.stop.wait(min(pause, max(0.0, deadline - time.monotonic())))
                 continue
             except BaseException:
                 sock.close(0)
                 raise
+            self.trouble = ""
             return sock, reply
+        last = self.trouble or "no attempt was made"
         raise HandshakeTimeout(f"rank {self.rank} could not register with the head at {self.endpoint}: {last}")
 
     def _ask(self, sock: Any, deadline: float, boot_id: bytes, hello: bytes) -> hs.InitMessage:
         """One attempt. Raises TimeoutError when the head cannot be reached or does not answer in time."""
         attempt = min(deadline, time.monotonic() + self.timings.lost)
-        self._poll(sock, zmq.POLLOUT, attempt, f"no connection to {self.endpoint}")
+        self._poll(sock, zmq.POLLOUT, attempt, "no connection")
         if self.dialect is Dialect.DPI:
             self._await_greeting(sock, deadline)
             attempt = min(deadline, time.monotonic() + self.timings.lost)
