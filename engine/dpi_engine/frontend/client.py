@@ -452,7 +452,11 @@ class ZmqEngineClient(EngineClient):
                     self._send(rank, RequestType.ABORT, [stream.wire_id])
         # Readers run when all outputs are in their streams: what they do may bring further messages in.
         for stream in told:
-            self._tell(stream)
+            try:
+                stream.wake()
+            except Exception:
+                logger.exception("the reader of request %s failed", stream.request.request_id)
+                self.abandon(stream)
         for wire_id in message.finished_requests or ():
             stream = streams.get(wire_id)
             if stream is not None and stream.rank == rank:
@@ -468,13 +472,6 @@ class ZmqEngineClient(EngineClient):
             self._hooks.stats(rank, stats)
         if message.utility_output is not None and not self._utility.answer(message.utility_output):
             self.counters.count("output", "late_utility_answer")
-
-    def _tell(self, stream: RequestStream) -> None:
-        try:
-            stream.wake()
-        except Exception:
-            logger.exception("the reader of request %s failed", stream.request.request_id)
-            self.abandon(stream)
 
     def _on_load(self, record: LoadRecord) -> None:
         if record.rank in self._links and self._router.report(

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from dpi_engine.server.answering import answer_stream, answer_whole
 from dpi_engine.server.generation import Plan
-from dpi_engine.server.sequence import Output, generate
+from dpi_engine.server.sequence import Open, Output, generate
 from dpi_engine.server.sse import EventStream, event
 from dpi_engine.server.state import ServerState
 
@@ -70,12 +70,17 @@ class Job(ABC):
 
     async def _whole(self) -> bytes:
         collector = _Collector(self)
-        await generate(self.plan.choices, self.state.client, collector)
+        await generate(self.plan.choices, self.state.client, collector.put, Open())
         return _encode(self.response(collector.wholes()))
 
     async def _stream(self, stream: EventStream) -> bytes:
         """With include_usage, a last chunk without choices has the counts."""
-        await generate(self.plan.choices, self.state.client, _Events(self, stream))
+
+        def put(output: Output) -> None:
+            if events := self.events(output):
+                stream.put(events)
+
+        await generate(self.plan.choices, self.state.client, put, stream)
         return event(_encode(self.chunk([], last=True))) if self.plan.include_usage else b""
 
     def events(self, output: Output) -> bytes:
@@ -116,8 +121,6 @@ class Job(ABC):
 class _Collector:
     """Takes all outputs of a job."""
 
-    full = False
-
     def __init__(self, job: Job) -> None:
         self._job = job
         self._wholes = [Whole() for _ in job.plan.choices]
@@ -130,28 +133,7 @@ class _Collector:
         whole.logprobs.extend(self._job.logprobs(output))
         whole.finish_reason, whole.stop_reason = output.finish_reason, output.stop_reason
 
-    async def room(self) -> None:
-        return
-
     def wholes(self) -> list[Whole]:
         for whole, parts in zip(self._wholes, self._texts, strict=True):
             whole.text = "".join(parts)
         return self._wholes
-
-
-class _Events:
-    """Puts what a job tells of each output into a stream."""
-
-    def __init__(self, job: Job, stream: EventStream) -> None:
-        self._events = job.events
-        self._stream = stream
-        self.room = stream.room
-
-    @property
-    def full(self) -> bool:
-        return self._stream.full
-
-    def put(self, output: Output) -> None:
-        events = self._events(output)
-        if events:
-            self._stream.put(events)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -104,36 +104,46 @@ def joined(first: LogprobsLists | None, more: LogprobsLists) -> LogprobsLists:
     )
 
 
-class Reader(Protocol):
-    """Who wants the outputs. While it is `full` nothing is put, and what comes merges in the engine client."""
+class Gate(Protocol):
+    """Holds outputs up: while it is `full` none is put, and what comes merges in the engine client."""
 
     @property
     def full(self) -> bool: ...
-
-    def put(self, output: Output) -> None: ...
 
     async def room(self) -> None:
         """Return when it is not full any more."""
         ...
 
 
-async def generate(choices: Sequence[Choice], client: EngineClient, reader: Reader) -> None:
-    """Run all choices to their ends; the reader gets each output as it comes, in order within a choice.
+class Open:
+    """A gate for a reader that takes everything."""
+
+    full = False
+
+    async def room(self) -> None:
+        return
+
+
+async def generate(choices: Sequence[Choice], client: EngineClient, put: Callable[[Output], None], gate: Gate) -> None:
+    """Run all choices to their ends; `put` gets each output as it comes, in order within a choice.
 
     An output is put in the same turn of the event loop in which its message came: no task is woken for a token. Ending
     this early, or an error in one choice, aborts all that have not finished. Raises EngineError as the client does, and
-    whatever the reader raises.
+    whatever `put` or the gate raise.
     """
-    await _Generating(choices, client, reader).run()
+    await _Generating(choices, client, put, gate).run()
 
 
 class _Generating:
-    """The choices of one request while they run. `_turn` calls the task: the reader is full, or all is over."""
+    """The choices of one request while they run. `_turn` calls the task: the gate is full, or all is over."""
 
-    def __init__(self, choices: Sequence[Choice], client: EngineClient, reader: Reader) -> None:
+    def __init__(
+        self, choices: Sequence[Choice], client: EngineClient, put: Callable[[Output], None], gate: Gate
+    ) -> None:
         self._choices = choices
         self._client = client
-        self._reader = reader
+        self._put = put
+        self._gate = gate
         self._left = len(choices)
         self._held: dict[int, tuple[Choice, Generation]] = {}
         self._error: Exception | None = None
@@ -154,8 +164,8 @@ class _Generating:
             while self._left and self._error is None:
                 await self._turn
                 self._turn = asyncio.get_running_loop().create_future()
-                if self._reader.full and self._left and self._error is None:
-                    await self._reader.room()
+                if self._gate.full and self._left and self._error is None:
+                    await self._gate.room()
                 held, self._held = self._held, {}
                 for choice, source in held.values():
                     self._news(choice, source)
@@ -171,8 +181,8 @@ class _Generating:
         """Something came. An error is for the task that runs all this, not for the one that brings the news."""
         if self._over or choice.finished:
             return
-        reader = self._reader
-        if reader.full:
+        gate = self._gate
+        if gate.full:
             self._held[choice.index] = choice, source
             return
         try:
@@ -181,7 +191,7 @@ class _Generating:
                 return
             output = choice.output(delta)
             if output.text or output.token_ids or choice.finished or delta.prompt_logprobs is not None:
-                reader.put(output)
+                self._put(output)
         except Exception as error:
             self._fail(choice, error)
             return
@@ -190,7 +200,7 @@ class _Generating:
             choice.timer.finished(output.finish_reason or "abort")
             source.leave()  # a stop string ends it here first
             self._call()
-        elif reader.full:
+        elif gate.full:
             self._call()
 
     def _fail(self, choice: Choice, error: Exception) -> None:

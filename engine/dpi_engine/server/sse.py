@@ -33,6 +33,7 @@ class EventStream:
 
     def __init__(self, request: web.Request) -> None:
         self._request = request
+        self._protocol = request.protocol
         self.response = web.StreamResponse(headers=_HEADERS)
         self._lock = asyncio.Lock()
         self._early: list[bytes] = []
@@ -62,17 +63,17 @@ class EventStream:
             self._early.append(events)
             self.full = True
             return
-        transport = self._request.transport
+        transport = self._protocol.transport
         if transport is None or transport.is_closing():
             raise ClientGone("the client closed the connection")
         transport.write(b"%x\r\n%b\r\n" % (len(events), events) if self._chunked else events)
         self.last_change = time.monotonic()
-        if self._request.protocol.writing_paused:
+        if self._protocol.writing_paused:
             self.full = True
 
     async def room(self) -> None:
         """Wait until it is not `full`. Raises ClientGone."""
-        if not self.started or self._request.protocol.writing_paused:
+        if not self.started or self._protocol.writing_paused:
             await self._write(b"")
         self.full = False
 
