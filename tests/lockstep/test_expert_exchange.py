@@ -8,6 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,7 +18,7 @@ from mesh_harness import form, meshes, together
 from dpi_engine.config.experts import ExpertPlacement
 from dpi_engine.ops.exchange import NOT_HERE
 from dpi_engine.wire.errors import ExchangeError
-from dpi_engine.wire.exchange.experts import MeshExperts, Way
+from dpi_engine.wire.exchange.experts import SMALL_BYTES, MeshExperts, Way
 from dpi_engine.wire.exchange.mesh import Mesh
 
 EXPERTS, HIDDEN = 10, 12
@@ -104,6 +105,29 @@ def test_both_ways_give_the_same_sums_and_all_to_all_sends_only_what_is_wanted(l
         return bool((batch.ids != NOT_HERE).any(dim=1).all())
 
     assert all(together([lambda e=e, t=t: wanted(e, t) for e, t in zip(made, mine, strict=True)]))
+
+
+def test_few_tokens_go_to_all_ranks_and_many_only_where_they_are_wanted() -> None:
+    """With as many choices as ranks. Both times the sums are right."""
+    with meshes(2) as ranks:
+        form(ranks)
+        made = exchanges(ranks, Way.AUTO)
+        few = 9
+        many = SMALL_BYTES // (4 * HIDDEN) + 1
+
+        def rows_here(exchange: MeshExperts, t) -> int:
+            batch = exchange.dispatch(*t)
+            exchange.combine(torch.zeros_like(batch.hidden), batch)
+            return batch.hidden.shape[0]
+
+        for n in (few, many):
+            mine = [tokens(n, 2, r) for r in range(2)]
+            found = together([lambda e=e, t=t: rows_here(e, t) for e, t in zip(made, mine, strict=True)])
+            wanted = [
+                sum(int(np.isin(ids.numpy(), e.placement.local).any(1).sum()) for _, ids, _ in mine) for e in made
+            ]
+            assert all(count < 2 * n for count in wanted)
+            assert found == ([2 * n, 2 * n] if n == few else wanted)
 
 
 def test_a_pass_alone_exchanges_nothing() -> None:

@@ -137,6 +137,73 @@ def test_one_expert_for_all_tokens(oracle: Oracle) -> None:
         assert_close(logits, want, **CLOSE)
 
 
+@pytest.fixture
+def recording(tmp_path: Path) -> tuple[Oracle, Table, list[Model]]:
+    """Two ranks of a model whose decoding steps are recorded, one thread each."""
+    table = Table(2)
+    try:
+        oracle = make_oracle("qwen3-moe-some-dense", tmp_path, torch.bfloat16, "cpu")
+    except OpsUnavailable as error:
+        pytest.skip(f"the CPU kernels cannot run here: {error}")
+    if not oracle.model.ops.can_record:
+        pytest.skip("the kernels of this instruction set do not record")
+    assert oracle.model.spec.moe is not None
+    models = []
+    for rank in range(2):
+        ops = select_ops(DEVICE, torch.bfloat16, "cpu", 1, default_cache_dir(os.environ, Path.home()))
+        placement = ExpertPlacement(oracle.model.spec.moe.num_experts, 2, rank)
+        models.append(load_model(oracle.files, oracle.model.spec, ops, exchange=AllGather(table, placement)))
+    return oracle, table, models
+
+
+def decoded(model: Model, steps: int, sequences: int, first: int) -> list[Tensor]:
+    """Logits of decoding steps of `sequences` texts."""
+    batch = PagedBatch(model)
+    # A recorded step leaves its logits where the next one writes.
+    return [batch.run([(i, [first + 7 * i + step]) for i in range(sequences)]).clone() for step in range(steps)]
+
+
+def test_recorded_steps_meet_the_others_as_ordinary_ones_do(recording: tuple[Oracle, Table, list[Model]]) -> None:
+    """Bit for bit the same logits, and as many exchanges; the ranks have different numbers of sequences."""
+    _, table, models = recording
+    exchanges = [model._collective[0]._exchange for model in models]
+    found, calls = [], []
+    for recorded in (True, False):
+        for model in models:
+            assert model._recorded is not None
+            if not recorded:
+                model._recorded = None
+        before = [exchange.calls for exchange in exchanges]
+        jobs = [lambda m=model, n=n: decoded(m, 5, n, 3 * n) for n, model in enumerate(models, 2)]
+        found.append(together(jobs, table))
+        if recorded:
+            assert all(sorted(model._recorded._programs) == [n] for n, model in enumerate(models, 2))
+        calls.append([exchange.calls - b for exchange, b in zip(exchanges, before, strict=True)])
+    assert calls[0] == calls[1]
+    for mine, theirs in zip(*found, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def test_an_error_of_the_exchange_ends_a_recorded_step(recording: tuple[Oracle, Table, list[Model]]) -> None:
+    _, table, models = recording
+    together([lambda m=model: decoded(m, 1, 2, 3) for model in models], table)
+    table.leave()
+    with pytest.raises(BrokenBarrierError):
+        decoded(models[0], 1, 2, 3)
+
+
+def test_a_recorded_step_that_cannot_be_right_is_named_before_others_are_met(
+    recording: tuple[Oracle, Table, list[Model]],
+) -> None:
+    _, _, models = recording
+    batch = PagedBatch(models[0])
+    step = batch.step([(0, [5]), (1, [6])])
+    step.slots[1] = 10**6
+    with pytest.raises(IndexError, match="slots: one is outside"):
+        models[0].forward(step, batch.caches)
+    assert models[0]._collective[0]._exchange.calls == 0
+
+
 def test_only_local_experts_are_read(oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
     original = SafetensorsSource.get

@@ -11,8 +11,8 @@ from ops_cpu_support import KINDS, close, kind_name, ops_for
 from torch import Tensor
 
 from dpi_engine.config.moe_spec import MoeSpec, checked_moe
-from dpi_engine.ops import torch_moe
-from dpi_engine.ops.interface import Ops
+from dpi_engine.ops import build, torch_moe
+from dpi_engine.ops.interface import Ops, OpsUnavailable
 from dpi_engine.ops.torch_ref import TorchOps
 
 BACKENDS = [*KINDS, ("torch", torch.float32), ("torch", torch.bfloat16)]
@@ -231,6 +231,22 @@ def test_routing_is_what_its_definition_says(isa, dtype, name):
             continue
         assert got == pytest.approx(want[row], rel=1e-4, abs=1e-6)
     assert different <= 3
+
+
+def test_more_experts_than_the_kernel_takes_are_named():
+    with pytest.raises(OpsUnavailable, match="up to 1024 experts, got 1025"):
+        ops_for(KINDS[0][0], torch.float32).pack_router(torch.zeros(1025, 4), None, spec(num_experts=1025))
+    assert "#define MAX_EXPERTS 1024 " in (build.SOURCES / "dpi.h").read_text()
+
+
+@pytest.mark.parametrize(("isa", "dtype"), KINDS, ids=kind_name)
+def test_many_tokens_among_many_experts(isa, dtype):
+    """More rows than one call of the kernel takes, as many experts as it takes, several threads."""
+    ops, moe = ops_for(isa, dtype), spec(num_experts=1024, top_k=3)
+    x, weight = made(1100, 24, seed=3).to(ops.dtype), made(1024, 24)
+    ids, _ = ops.route(x, ops.pack_router(weight, None, moe))
+    want = (x.double() @ weight.double().T).topk(3).indices
+    assert (ids.long() == want).all(1).double().mean() > 0.99  # rounding decides near ties
 
 
 @pytest.mark.parametrize(("isa", "dtype"), BACKENDS, ids=kind_name)

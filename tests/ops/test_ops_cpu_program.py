@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ops_cpu_support import ops_for
 
 from dpi_engine.ops import build
-from dpi_engine.ops.cpu_program import ALIGNMENT, FUNCTIONS, MOST_ARGUMENTS, NotRecordable, Span, place
+from dpi_engine.ops.cpu_program import ALIGNMENT, FUNCTIONS, MOST_ARGUMENTS, NotRecordable, ProgramFailed, Span, place
 from dpi_engine.ops.interface import StepTensors
 from dpi_engine.ops.native_library import SIGNATURES
 
@@ -87,6 +87,46 @@ def test_a_long_program_gives_what_its_calls_give(threads, n):
     assert got is not None and not torch.equal(got, want)
     step = moved
     assert torch.equal(got, forward())
+
+
+def test_what_is_outside_of_the_library_is_called_in_each_replay():
+    ops = ops_for("avx2", torch.bfloat16)
+    table, norm, seen = torch.randn(50, 24), torch.ones(24), []
+
+    def shifted(x, y):
+        seen.append((x.clone(), y.clone()))
+        return x + y.flip(0)
+
+    def forward():
+        x = ops.embed(step.ids, table)
+        y = ops.rms_norm(x, norm, 1e-5)
+        return ops.rms_norm(ops.outside(shifted, x, y), norm, 1e-5)
+
+    step = step_of(3)
+    want = forward()
+    program = ops.record(step, forward)
+    assert len(seen) == 1
+    for count in (2, 3):
+        assert torch.equal(ops.replay(program, step), want)
+        assert len(seen) == count
+        assert all(torch.equal(a, b) for a, b in zip(seen[0], seen[-1], strict=True))
+    step.ids[0] = 50
+    assert ops.replay(program, step) is None
+    assert len(seen) == 3
+
+
+def test_a_call_that_fails_after_others_were_met_ends_the_step():
+    ops = ops_for("avx2", torch.bfloat16)
+    table, step = torch.randn(50, 24), step_of(3)
+
+    def forward():
+        return ops.embed(step.ids, ops.outside(lambda _: table, table))
+
+    program = ops.record(step, forward)
+    assert torch.equal(ops.replay(program, step), table[step.ids])
+    step.ids[0] = 50
+    with pytest.raises(ProgramFailed, match="part 1 of 2"):
+        ops.replay(program, step)
 
 
 def test_what_cannot_be_recorded_is_named_and_the_backend_computes_on():

@@ -25,10 +25,11 @@ from dpi_engine.ops.tensor_group import Alone, TensorGroup
 class Attention(Protocol):
     """Mixes tokens of a sequence; owns the form of its KV cache. Gives its worker's part of a sum.
 
-    `recordable`: it calls nothing but operations.
+    `recordable`: it calls nothing but operations, and others by `Ops.outside`.
     """
 
-    recordable: bool
+    @property
+    def recordable(self) -> bool: ...
 
     def new_cache(self, num_blocks: int) -> Any: ...
     def cache_bytes_per_block(self) -> int: ...
@@ -41,8 +42,9 @@ class Mlp(Protocol):
     """
 
     collective: bool
-    recordable: bool
 
+    @property
+    def recordable(self) -> bool: ...
     def __call__(self, x: Tensor) -> Tensor: ...
 
 
@@ -144,7 +146,7 @@ class Decoder:
         return sum(layer.attention.cache_bytes_per_block() for layer in self._layers)
 
     def _only_operations(self) -> bool:
-        """Whether a pass with all its rows wanted calls nothing but operations."""
+        """Whether a pass with all its rows wanted can be recorded."""
         blocks = (block for layer in self._layers for block in (layer.attention, layer.mlp))
         return isinstance(self._group, Alone) and all(block.recordable for block in blocks)
 

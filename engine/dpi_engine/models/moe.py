@@ -88,7 +88,7 @@ class ExpertReader:
 class MoeMlp:
     """Each token through the experts that the router chose, wherever they live, and through the shared experts."""
 
-    collective, recordable = True, False
+    collective = True
 
     def __init__(
         self,
@@ -122,12 +122,24 @@ class MoeMlp:
             width = moe.shared_intermediate_size
             self._shared = GatedMlp(spec, ops, weights, f"{prefix}.shared_experts", inner=width, shard=shard)
 
+    @property
+    def recordable(self) -> bool:
+        return self._shared is None
+
     def __call__(self, x: Tensor) -> Tensor:
         """x [n, hidden] -> [n, hidden]. Raises ExchangeError."""
-        ops, exchange = self._ops, self._exchange
+        ops = self._ops
         ids, weights = ops.route(x, self._router)
-        batch = exchange.dispatch(x, ids, weights)
-        out = exchange.combine(ops.experts(batch.hidden, batch.ids, batch.weights, self._experts), batch)
+        if self._exchange.placement.ep_size == 1:
+            out = ops.experts(x, ids, weights, self._experts)
+        else:
+            out = ops.outside(self._exchanged, x, ids, weights)
         if self._shared is not None and x.shape[0]:
             out = torch.add(out, self._shared(x))
         return out
+
+    def _exchanged(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """What the experts of all ranks make of x [n, hidden]: [n, hidden]. Raises ExchangeError."""
+        batch = self._exchange.dispatch(x, ids, weights)
+        partial = self._ops.experts(batch.hidden, batch.ids, batch.weights, self._experts)
+        return self._exchange.combine(partial, batch)

@@ -29,7 +29,7 @@ from torch import Tensor
 from dpi_engine.config.moe_spec import MoeSpec
 from dpi_engine.ops import build, native_library
 from dpi_engine.ops.allocate import lazy_zeros
-from dpi_engine.ops.cpu_linear import PackedLinear, linear_kernels, prepacked_work
+from dpi_engine.ops.cpu_linear import PackedLinear, linear_kernels
 from dpi_engine.ops.cpu_moe import ExpertKernels, PackedExperts, Router
 from dpi_engine.ops.cpu_program import Calls, Memory, Program
 from dpi_engine.ops.interface import (
@@ -125,7 +125,7 @@ class CpuOps(Ops):
         self._memory = Memory()
         self._step: StepTensors | None = None
         self._rope: RopeTable | None = None
-        self._moe = ExpertKernels(library, self.dtype, self.weight_dtype, threads, prepacked_work(torch.float32))
+        self._moe = ExpertKernels(self._calls, self.dtype, self.weight_dtype, threads)
 
     # Recorded passes
 
@@ -146,10 +146,14 @@ class CpuOps(Ops):
     def replay(self, program: Program, step: StepTensors) -> Tensor | None:
         """What `forward` would return for `step`, until the next replay; None when a call failed.
 
-        Nothing is written out of bounds then, and the ordinary pass tells what is wrong.
+        Nothing is written out of bounds then, and the ordinary pass tells what is wrong. Raises ProgramFailed for a
+        call that failed after one of `outside`, and what those raise.
         """
         failed = program.run(self._calls.library, _inputs(step), step.block_tables.shape[1], self.threads)
         return None if failed else program.result
+
+    def outside(self, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        return self._calls.outside(function, tensors)
 
     # Linears
 
@@ -469,7 +473,7 @@ class CpuOps(Ops):
         return self._moe.pack_router(weight, bias, moe)
 
     def route(self, x: Tensor, router: Router) -> tuple[Tensor, Tensor]:
-        self._check(x, x.shape[-1])
+        self._check(x, router.hidden)
         return self._moe.route(x, router)
 
     def pack_experts(self, count: int, hidden: int, inner: int, load: ExpertLoader) -> PackedExperts:

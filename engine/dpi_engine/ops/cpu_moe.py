@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from dpi_engine.config.moe_spec import MoeSpec
-from dpi_engine.ops.interface import ExpertLoader
+from dpi_engine.ops.cpu_program import Calls
+from dpi_engine.ops.interface import ExpertLoader, OpsUnavailable
 
 ROWS_AT_ONCE = 1024
 """Tokens of one kernel call: what lies between its two halves grows with them."""
+
+MOST_EXPERTS = 1024
+"""That the router's kernel chooses among (native/dpi.h)."""
 
 _PANEL = 16
 _BAD_EXPERT = 6
@@ -21,12 +23,12 @@ _BAD_EXPERT = 6
 
 @dataclass(slots=True)
 class Router:
-    """weight [experts, hidden] float32 (`prepacked`: in oneDNN's layout), bias [experts] float32."""
+    """weight: float32 panels of [experts, hidden] (native/panels.h), bias [experts] float32."""
 
     weight: Tensor
     bias: Tensor | None
     moe: MoeSpec
-    prepacked: bool
+    hidden: int
 
 
 @dataclass(slots=True)
@@ -41,52 +43,58 @@ class PackedExperts:
 
 
 class ExpertKernels:
-    """`dtype` is that of activations, `weight_dtype` that of weights; `prepack` says whether oneDNN's float32 linears
-    can be used for the router. Buffers between the halves of a call are kept, so it is for one thread.
+    """`dtype` is that of activations, `weight_dtype` that of weights. Buffers between the halves of a call are kept, so
+    it is for one thread.
     """
 
-    def __init__(
-        self, library: ctypes.CDLL, dtype: torch.dtype, weight_dtype: torch.dtype, threads: int, prepack: bool
-    ) -> None:
-        self._c, self._dtype, self._weight_dtype = library, dtype, weight_dtype
-        self._threads, self._prepack = threads, prepack
+    def __init__(self, calls: Calls, dtype: torch.dtype, weight_dtype: torch.dtype, threads: int) -> None:
+        self._calls, self._dtype, self._weight_dtype, self._threads = calls, dtype, weight_dtype, threads
         self._bf = int(dtype is torch.bfloat16)
         self._weight_bf = int(weight_dtype is torch.bfloat16)
         self._room: dict[str, Tensor] = {}
 
     def pack_router(self, weight: Tensor, bias: Tensor | None, moe: MoeSpec) -> Router:
-        wide = weight.to(torch.float32, copy=True).contiguous()
-        if self._prepack:
-            wide = torch.ops.mkldnn._reorder_linear_weight(wide, None)
-        return Router(wide, None if bias is None else bias.to(torch.float32, copy=True), moe, self._prepack)
+        """Raises OpsUnavailable for more experts than the kernel takes."""
+        experts, hidden = weight.shape
+        if experts > MOST_EXPERTS:
+            raise OpsUnavailable(f"routing: the CPU kernels take up to {MOST_EXPERTS} experts, got {experts}")
+        packed = torch.empty((experts + _PANEL - 1) // _PANEL * _PANEL * hidden)
+        wide = weight.float().contiguous()
+        self._calls.c.dpi_pack_panels(wide.data_ptr(), packed.data_ptr(), hidden, experts, 0, self._threads)
+        return Router(packed, None if bias is None else bias.to(torch.float32, copy=True), moe, hidden)
 
     def route(self, x: Tensor, router: Router) -> tuple[Tensor, Tensor]:
         moe, n = router.moe, x.shape[0]
-        ids, weights = torch.empty(n, moe.top_k, dtype=torch.int32), torch.empty(n, moe.top_k)
-        if n == 0:
-            return ids, weights
-        wide = x.float()
-        if router.prepacked:
-            logits = torch.ops.mkldnn._linear_pointwise.default(wide, router.weight, None, "none", [], "")
-        else:
-            logits = F.linear(wide, router.weight)
-        if self._c.dpi_route(
-            logits.data_ptr(),
-            0 if router.bias is None else router.bias.data_ptr(),
-            ids.data_ptr(),
-            weights.data_ptr(),
-            n,
-            moe.num_experts,
-            moe.top_k,
-            int(moe.scoring == "sigmoid"),
-            int(moe.normalize),
-            moe.groups,
-            moe.kept_groups,
-            moe.group_best,
-            moe.scaling,
-            self._threads,
-        ):
-            raise MemoryError(f"routing {n} tokens: out of memory")
+        ids, weights = (
+            self._calls.new(n, moe.top_k, dtype=torch.int32),
+            self._calls.new(n, moe.top_k, dtype=torch.float32),
+        )
+        columns = (moe.num_experts + _PANEL - 1) // _PANEL * _PANEL + self._bf * router.hidden
+        for first in range(0, n, ROWS_AT_ONCE):
+            some = slice(first, min(n, first + ROWS_AT_ONCE))
+            rows = some.stop - first
+            status = self._calls.c.dpi_route(
+                x[some].data_ptr(),
+                router.weight.data_ptr(),
+                0 if router.bias is None else router.bias.data_ptr(),
+                ids[some].data_ptr(),
+                weights[some].data_ptr(),
+                self._buffer("scores", rows * columns, torch.float32).data_ptr(),
+                rows,
+                router.hidden,
+                moe.num_experts,
+                moe.top_k,
+                int(moe.scoring == "sigmoid"),
+                int(moe.normalize),
+                moe.groups,
+                moe.kept_groups,
+                moe.group_best,
+                moe.scaling,
+                self._bf,
+                self._threads,
+            )
+            if status:
+                raise ValueError(f"routing among {moe.num_experts} experts: status {status}")
         return ids, weights
 
     def pack_experts(self, count: int, hidden: int, inner: int, load: ExpertLoader) -> PackedExperts:
@@ -113,7 +121,7 @@ class ExpertKernels:
             raise TypeError(f"expert matrix: expected {list(shape)}, got {list(weight.shape)}")
         weight = weight.to(self._weight_dtype).contiguous()
         to = packed.data_ptr() + at * packed.element_size()
-        self._c.dpi_pack_panels(weight.data_ptr(), to, shape[1], shape[0], self._weight_bf, self._threads)
+        self._calls.c.dpi_pack_panels(weight.data_ptr(), to, shape[1], shape[0], self._weight_bf, self._threads)
 
     def experts(self, x: Tensor, ids: Tensor, weights: Tensor, packed: PackedExperts) -> Tensor:
         """x is checked by the caller. Raises TypeError, IndexError for an id out of range, MemoryError."""
@@ -123,11 +131,11 @@ class ExpertKernels:
                 raise TypeError(
                     f"{name}: expected a contiguous {dtype} tensor [{n}, {k}], got {given.dtype} {list(given.shape)}"
                 )
-        out = torch.empty_like(x)
+        out = self._calls.new(*x.shape, dtype=x.dtype)
         for first in range(0, n, ROWS_AT_ONCE):
             some = slice(first, min(n, first + ROWS_AT_ONCE))
             rows = some.stop - first
-            status = self._c.dpi_experts(
+            status = self._calls.c.dpi_experts(
                 x[some].data_ptr(),
                 ids[some].data_ptr(),
                 weights[some].data_ptr(),
@@ -152,7 +160,12 @@ class ExpertKernels:
         return out
 
     def _buffer(self, name: str, count: int, dtype: torch.dtype) -> Tensor:
-        """Kept from call to call: fresh memory of this size would be taken from the system each time."""
+        """Kept from call to call: fresh memory of this size would be taken from the system each time. A program has its
+        own.
+        """
+        if self._calls.recording:
+            recorded: Tensor = self._calls.new(count, dtype=dtype)
+            return recorded
         held = self._room.get(name)
         if held is None or held.numel() < count:
             held = self._room[name] = torch.empty(count, dtype=dtype)

@@ -3,6 +3,9 @@
 While a `Recorder` stands in for the library nothing is computed: calls are noted, and results are buffers that nobody
 touches. Then every buffer gets a place in memory that all programs share, as no two of them run at a time and what one
 left there is done with when the next begins.
+
+What else a pass does, as meeting other ranks, is noted as a Python function of some of those buffers. It cuts the
+program in parts, between which it is called.
 """
 
 from __future__ import annotations
@@ -10,9 +13,9 @@ from __future__ import annotations
 import bisect
 import contextlib
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -23,9 +26,15 @@ from dpi_engine.ops.native_library import SIGNATURES
 
 FUNCTIONS = (
     "dpi_embed", "dpi_rms_norm", "dpi_linear", "dpi_linear_dot", "dpi_linear_int8", "dpi_silu_mul", "dpi_rope_write",
-    "dpi_attention",
+    "dpi_attention", "dpi_route", "dpi_experts",
 )  # fmt: skip
 """In the order of the enumeration in native/program.c."""
+
+OUTSIDE = -1
+"""In place of a function's number: what is no function of the library. Its arguments are tensors and the result."""
+
+Outside: TypeAlias = list[tuple[Callable[..., Tensor], tuple[Tensor, ...]]]
+"""Such functions in the order of their calls, with their tensors and then the result."""
 
 MOST_ARGUMENTS = 20
 ALIGNMENT = 64
@@ -43,6 +52,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.calls: list[tuple[int, tuple[Any, ...]]] = []
+        self.outside: Outside = []
         self.buffers: list[Tensor] = []
         self.kept: list[Tensor] = []
 
@@ -63,6 +73,14 @@ class Recorder:
         self.buffers.append(buffer)
         return buffer
 
+    def note_outside(self, function: Callable[..., Tensor], tensors: tuple[Tensor, ...]) -> Tensor:
+        """What `function` gives of `tensors` is like the first of them."""
+        out = self.new(*tensors[0].shape, dtype=tensors[0].dtype)
+        every = (*tensors, out)
+        self.outside.append((function, every))
+        self.calls.append((OUTSIDE, tuple(t.data_ptr() for t in every)))
+        return out
+
 
 class Calls:
     """Where the backend calls the library and gets memory for results: for real, or to be recorded."""
@@ -82,9 +100,20 @@ class Calls:
         finally:
             self.c, self.new = self.library, torch.empty
 
+    def outside(self, function: Callable[..., Tensor], tensors: tuple[Tensor, ...]) -> Tensor:
+        """What `function` gives of `tensors`, like the first of them; when recorded, later."""
+        if self.c is self.library:
+            return function(*tensors)
+        result: Tensor = self.c.note_outside(function, tensors)
+        return result
+
+    @property
+    def recording(self) -> bool:
+        return self.c is not self.library
+
     def keep(self, x: Tensor) -> Tensor:
         """What a recorded call reads must live as long as its program."""
-        if self.c is not self.library:
+        if self.recording:
             self.c.kept.append(x)
         return x
 
@@ -134,6 +163,21 @@ class Memory:
         return self._room
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Calls of the library in a row (`address` of the first, `count`), then a function of tensors that they filled."""
+
+    address: int
+    count: int
+    function: Callable[..., Tensor] | None = None
+    tensors: tuple[Tensor, ...] = ()
+    out: Tensor | None = None
+
+
+class ProgramFailed(RuntimeError):
+    """A call failed after the program had met others: it cannot be made again from the start."""
+
+
 class Program:
     """The calls of `recorder`, of which `result` is the last buffer that anyone reads."""
 
@@ -145,7 +189,8 @@ class Program:
         for i, (function, arguments) in enumerate(recorder.calls):
             self._commands[i]["function"] = function
             at = 0
-            for kind, value in zip(_PARAMETERS[function], arguments, strict=True):
+            kinds = [ctypes.c_void_p] * len(arguments) if function == OUTSIDE else _PARAMETERS[function]
+            for kind, value in zip(kinds, arguments, strict=True):
                 if kind is ctypes.c_float:
                     self._commands[i]["f"] = value
                     continue
@@ -157,10 +202,12 @@ class Program:
         self._inputs = tuple(inputs)
         self._width = 0
         self._attention = np.flatnonzero(self._commands["function"] == FUNCTIONS.index("dpi_attention"))
-        self.result = self._settle(recorder.buffers, result, memory)
+        places = self._settle(recorder.buffers, result, memory)
+        self.result = places[id(result)]
+        self._parts = list(self._cut(recorder.outside, places))
 
-    def _settle(self, buffers: list[Tensor], result: Tensor, memory: Memory) -> Tensor:
-        """Give every buffer its place; returns the result there."""
+    def _settle(self, buffers: list[Tensor], result: Tensor, memory: Memory) -> dict[int, Tensor]:
+        """Give every buffer its place; returns, by identity of buffers, what lies there."""
         order = sorted((b for b in buffers if b.numel()), key=lambda b: b.data_ptr())
         starts = [b.data_ptr() for b in order]
         uses: list[list[int]] = [[] for _ in order]
@@ -183,17 +230,39 @@ class Program:
             call, argument = self._pointers[row]
             self._commands["a"][call, argument] = base + offsets[i] + inside
         self._room = room
-        at = offsets[next(i for i, b in enumerate(order) if b is result)]
-        return room[at : at + result.nbytes].view(result.dtype).view(result.shape)
+        return {
+            id(b): room[at : at + b.nbytes].view(b.dtype).view(b.shape) for b, at in zip(order, offsets, strict=True)
+        }
+
+    def _cut(self, outside: Outside, places: dict[int, Tensor]) -> Iterator[Part]:
+        base, first = self._commands.ctypes.data, 0
+        cuts = np.flatnonzero(self._commands["function"] == OUTSIDE).tolist()
+        for at, (function, tensors) in zip(cuts, outside, strict=True):
+            *given, out = (places.get(id(t), t) for t in tensors)
+            yield Part(base + first * _COMMAND.itemsize, at - first, function, tuple(given), out)
+            first = at + 1
+        yield Part(base + first * _COMMAND.itemsize, len(self._commands) - first)
 
     def run(self, library: ctypes.CDLL, inputs: Sequence[int], width: int, threads: int) -> int:
-        """The status of dpi_run. `inputs` as when recorded, where they are now; `width`: pages of a block table."""
+        """0, or the status of dpi_run where the first part failed.
+
+        `inputs` as when recorded, where they are now; `width`: pages of a block table. Raises ProgramFailed, and what
+        functions outside of the library raise.
+        """
         if tuple(inputs) != self._inputs:
             self._move(tuple(inputs))
         if width != self._width:
             self._commands["a"][self._attention, 8] = self._width = width
-        status: int = library.dpi_run(self._commands.ctypes.data, len(self._commands), threads)
-        return status
+        for i, part in enumerate(self._parts):
+            status: int = library.dpi_run(part.address, part.count, threads)
+            if status:
+                if i:
+                    raise ProgramFailed(f"part {i} of {len(self._parts)} of a recorded step: status {status:#x}")
+                return status
+            if part.function is not None:
+                assert part.out is not None
+                part.out.copy_(part.function(*part.tensors))
+        return 0
 
     def _move(self, inputs: tuple[int, ...]) -> None:
         rows: NDArray[np.int64] = self._pointers

@@ -123,7 +123,7 @@ class Ops(ABC):
 
     @property
     def can_record(self) -> bool:
-        """Whether passes that call nothing but operations can be recorded: `record`, `replay`."""
+        """Whether passes that call nothing but operations (`outside` too) can be recorded: `record`, `replay`."""
         return False
 
     def record(self, step: StepTensors, forward: Callable[[], Tensor]) -> Any:
@@ -131,7 +131,9 @@ class Ops(ABC):
         raise NotImplementedError(f"ops '{self.name}' do not record")
 
     def replay(self, program: Any, step: StepTensors) -> Tensor | None:
-        """What the recorded pass returns for `step`, valid until the next replay; None when a call of it failed."""
+        """What the recorded pass returns for `step`, valid until the next replay; None when a call of it failed before
+        any of `outside`.
+        """
         raise NotImplementedError(f"ops '{self.name}' do not record")
 
     def upload(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -140,6 +142,13 @@ class Ops(ABC):
 
     def loaded(self) -> None:  # noqa: B027 - optional by design
         """All weights are packed: what was only there for them can go."""
+
+    def outside(self, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        """function(*tensors), of the shape and dtype of the first of them, where it calls more than operations.
+
+        In a recorded pass it is called in every replay, and not while it is recorded.
+        """
+        return function(*tensors)
 
     @abstractmethod
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Any:

@@ -23,7 +23,7 @@ SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "dpi_latent_attention": ([_P] * 6 + [_L] * 3 + [_I] * 4 + [_F, _I, _I, _I], _I),
     "dpi_experts": ([_P] * 8 + [_L] * 4 + [_I] * 4, _I),
     "dpi_pack_panels": ([_P, _P, _L, _L, _I, _I], None),
-    "dpi_route": ([_P] * 4 + [_L] * 2 + [_I] * 6 + [_F, _I], _I),
+    "dpi_route": ([_P] * 6 + [_L] * 3 + [_I] * 6 + [_F, _I, _I], _I),
     "dpi_linear": ([_P] * 4 + [_L] * 3 + [_I], None),
     "dpi_linear_dot": ([_P] * 4 + [_L] * 3 + [_I] * 2, _I),
     "dpi_linear_int8": ([_P] * 6 + [_L] * 3 + [_I] * 2, _I),

@@ -11,9 +11,10 @@ typedef int64_t i64;
 #define PAGE 16      /* tokens in a page of the KV cache */
 #define MAX_DIM 512  /* widest attention head, or latent */
 #define MAX_TURNED 128 /* widest rotated part beside a latent */
+#define MAX_EXPERTS 1024 /* that a router chooses among */
 
 /* What exported functions return; the caller makes a message of it. */
-enum { OK = 0, BAD_POSITION = 1, BAD_SLOT = 2, BAD_LENGTH = 3, BAD_PAGE = 4, NO_MEMORY = 5, BAD_EXPERT = 6, NO_INSTRUCTIONS = 7, BAD_ID = 8, NO_FUNCTION = 9 };
+enum { OK = 0, BAD_POSITION = 1, BAD_SLOT = 2, BAD_LENGTH = 3, BAD_PAGE = 4, NO_MEMORY = 5, BAD_EXPERT = 6, NO_INSTRUCTIONS = 7, BAD_ID = 8, NO_FUNCTION = 9, TOO_MANY = 10 };
 
 /* body(ctx, begin, end) over [0, n). Chunks of equal size, one a thread; or single items to whoever is free. */
 typedef void (*body_fn)(void *ctx, i64 begin, i64 end);

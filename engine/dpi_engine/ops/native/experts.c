@@ -1,23 +1,15 @@
-/* Routed experts: which ones a token goes to, and what they make of it.
+/* Routed experts: what the ones that a token goes to make of it.
  *
- * Weights [out, in] lie in panels of 16 outputs, zero-padded: float32 [out / 16][in][16], bfloat16 [out / 16][in / 2][16][2]
- * (as in linear.c). Gate and up of an expert follow each other, each with panels of its own.
+ * Weights lie in the panels of panels.h. Gate and up of an expert follow each other, each with panels of its own.
  *
  * (token, choice) pairs are sorted by expert. First each expert's panels of gate and up meet its tokens, then each group of
  * output columns is summed over all experts by one thread, in order of experts: no sum depends on the number of threads.
  */
-#include "vec.h"
+#include "kernels.h"
+#include "panels.h"
 #include <stdlib.h>
 
-#define PANEL 16
-#define PARTS (PANEL / VW)
-#define TOGETHER (VW == 16 ? 2 : 1) /* panels whose sums fit in registers beside each other */
-#define MOST_ROWS 6
 #define GROUP 4 /* panels that stay in the second-level cache while rows pass by */
-#define AHEAD 2048 /* bytes of weights asked for in advance */
-
-/* How products are made: float32 weights; bfloat16 weights widened; bfloat16 weights and rows multiplied as such. */
-enum { FLOAT32, WIDENED, DOT };
 
 typedef struct {
     const void *x;
@@ -32,112 +24,6 @@ typedef struct {
     i64 hits, n, hidden, width;
     int choices, bf;
 } expert_args;
-
-/* sums[r][0 : 16 np] = row r times np panels, for nr rows of K elements. Odd K: the panels are padded, rows are not. */
-INLINE void product(const void *const *x, const void *const *w, float (*sums)[2 * PANEL], i64 K, const int nr, const int np,
-                    const int split, const int mode) {
-    vf acc[MOST_ROWS][TOGETHER * PARTS][4];
-    for (int r = 0; r < nr; ++r)
-        for (int j = 0; j < np * PARTS; ++j)
-            for (int u = 0; u < split; ++u) acc[r][j][u] = v_zero();
-    if (mode == FLOAT32) {
-        i64 i = 0;
-        for (; i + split <= K; i += split)
-            for (int u = 0; u < split; ++u) {
-                vf col[TOGETHER * PARTS];
-                for (int j = 0; j < np * PARTS; ++j) {
-                    const float *from = (const float *)w[j / PARTS] + (i + u) * PANEL;
-                    __builtin_prefetch((const char *)from + AHEAD);
-                    col[j] = v_ldf(from + j % PARTS * VW);
-                }
-                for (int r = 0; r < nr; ++r) {
-                    const vf from = v_set(((const float *)x[r])[i + u]);
-                    for (int j = 0; j < np * PARTS; ++j) acc[r][j][u] = v_fma(col[j], from, acc[r][j][u]);
-                }
-            }
-        for (; i < K; ++i)
-            for (int j = 0; j < np * PARTS; ++j) {
-                const vf col = v_ldf((const float *)w[j / PARTS] + i * PANEL + j % PARTS * VW);
-                for (int r = 0; r < nr; ++r) acc[r][j][0] = v_fma(col, v_set(((const float *)x[r])[i]), acc[r][j][0]);
-            }
-    } else {
-        const i64 whole = K / 2;
-        i64 i = 0;
-        for (; i + split <= whole; i += split)
-            for (int u = 0; u < split; ++u) {
-                vi col[TOGETHER * PARTS];
-                for (int j = 0; j < np * PARTS; ++j) {
-                    const b16 *from = (const b16 *)w[j / PARTS] + (i + u) * PANEL * 2;
-                    __builtin_prefetch((const char *)from + AHEAD);
-                    col[j] = v_ldi(from + j % PARTS * VW * 2);
-                }
-#if VW == 16
-                if (mode == DOT) {
-                    for (int r = 0; r < nr; ++r) {
-                        int two;
-                        memcpy(&two, (const b16 *)x[r] + 2 * (i + u), 4);
-                        const __m512bh from = (__m512bh)_mm512_set1_epi32(two);
-                        for (int j = 0; j < np * PARTS; ++j)
-                            acc[r][j][u] = _mm512_dpbf16_ps(acc[r][j][u], (__m512bh)col[j], from);
-                    }
-                    continue;
-                }
-#endif
-                for (int r = 0; r < nr; ++r) {
-                    const float *from = (const float *)x[r] + 2 * (i + u);
-                    const vf even = v_set(from[0]), odd = v_set(from[1]);
-                    for (int j = 0; j < np * PARTS; ++j) {
-                        acc[r][j][u] = v_fma(v_low(col[j]), even, acc[r][j][u]);
-                        acc[r][j][u] = v_fma(v_high(col[j]), odd, acc[r][j][u]);
-                    }
-                }
-            }
-        for (; 2 * i < K; ++i)
-            for (int j = 0; j < np * PARTS; ++j) {
-                const vi col = v_ldi((const b16 *)w[j / PARTS] + i * PANEL * 2 + j % PARTS * VW * 2);
-                for (int r = 0; r < nr; ++r) {
-                    const float even = mode == DOT ? widen(((const b16 *)x[r])[2 * i]) : ((const float *)x[r])[2 * i];
-                    acc[r][j][0] = v_fma(v_low(col), v_set(even), acc[r][j][0]);
-                    if (2 * i + 1 >= K) continue;
-                    const float odd = mode == DOT ? widen(((const b16 *)x[r])[2 * i + 1]) : ((const float *)x[r])[2 * i + 1];
-                    acc[r][j][0] = v_fma(v_high(col), v_set(odd), acc[r][j][0]);
-                }
-            }
-    }
-    for (int r = 0; r < nr; ++r)
-        for (int j = 0; j < np * PARTS; ++j) {
-            vf sum = acc[r][j][0];
-            for (int u = 1; u < split; ++u) sum = v_add(sum, acc[r][j][u]);
-            v_stf(sums[r] + j * VW, sum);
-        }
-}
-
-/* Two panels, however many fit at once; few rows get more sums each, which hides the latency of the multiply-adds. */
-INLINE void two_panels(const void *const *x, const void *first, const void *second, float (*sums)[2 * PANEL], i64 K, int nr,
-                       const int mode) {
-    const void *w[2] = {first, second};
-#define ROWS_OF(NR, SPLIT) case NR: \
-        if (TOGETHER == 2) product(x, w, sums, K, NR, TOGETHER, SPLIT, mode); \
-        else { \
-            product(x, w, sums, K, NR, 1, SPLIT, mode); \
-            product(x, w + 1, (float (*)[2 * PANEL])(sums[0] + PANEL), K, NR, 1, SPLIT, mode); \
-        } \
-        break;
-    switch (nr) {
-    ROWS_OF(1, 4)
-    ROWS_OF(2, 2)
-    ROWS_OF(3, 1)
-    ROWS_OF(4, 1)
-    ROWS_OF(5, 1)
-    ROWS_OF(6, 1)
-    }
-#undef ROWS_OF
-}
-
-INLINE const void *panel_of(const void *weights, i64 panel, i64 K, const int mode) {
-    return mode == FLOAT32 ? (const void *)((const float *)weights + panel * K * PANEL)
-                           : (const void *)((const b16 *)weights + panel * round_up(K, 2) * PANEL);
-}
 
 INLINE vf silu_times(vf a, vf b) { return v_mul(v_div(a, v_add(v_set(1.f), v_exp(v_sub(v_zero(), a)))), b); }
 
@@ -294,87 +180,4 @@ static void pack_panels(void *ctx, i64 begin, i64 end) {
 EXPORT void dpi_pack_panels(const void *weight, void *packed, i64 in, i64 out, int bf, int threads) {
     pack_args a = {weight, packed, in, out, bf};
     for_each_chunk((out + PANEL - 1) / PANEL, threads, pack_panels, &a);
-}
-
-typedef struct {
-    const float *logits, *bias;
-    int32_t *ids;
-    float *weights;
-    i64 experts;
-    int k, sigmoid, normalize, groups, kept, best, failed;
-    float scaling;
-} route_args;
-
-/* The best of x[0:n] that is not yet `taken`, the lowest among equals; what is not a number is never better. */
-INLINE i64 next_best(const float *x, const uint8_t *taken, i64 n) {
-    i64 best = 0;
-    while (taken[best]) ++best;
-    for (i64 i = best + 1; i < n; ++i)
-        if (!taken[i] && (x[i] > x[best] || (x[best] != x[best] && x[i] == x[i]))) best = i;
-    return best;
-}
-
-static void route_rows(void *ctx, i64 begin, i64 end) {
-    route_args *a = ctx;
-    const i64 E = a->experts, room = round_up(E, VW), size = E / a->groups;
-    float *scores = malloc((size_t)(2 * room + a->groups) * sizeof(float) + (size_t)(E + a->groups));
-    if (!scores) {
-        a->failed = 1;
-        return;
-    }
-    float *choice = scores + room, *worth = choice + room;
-    uint8_t *taken = (uint8_t *)(worth + a->groups), *left_out = taken + E;
-    for (i64 r = begin; r < end; ++r) {
-        memcpy(scores, a->logits + r * E, (size_t)E * 4);
-        for (i64 i = E; i < room; ++i) scores[i] = 0;
-        if (a->sigmoid) {
-            for (i64 i = 0; i < room; i += VW)
-                v_stf(scores + i, v_div(v_set(1.f), v_add(v_set(1.f), v_exp(v_sub(v_zero(), v_ldf(scores + i))))));
-        } else {
-            float top = scores[0], sum = 0;
-            for (i64 i = 1; i < E; ++i) top = scores[i] > top ? scores[i] : top;
-            for (i64 i = 0; i < room; i += VW) v_stf(scores + i, v_exp(v_sub(v_ldf(scores + i), v_set(top))));
-            for (i64 i = 0; i < E; ++i) sum += scores[i];
-            for (i64 i = 0; i < E; ++i) scores[i] /= sum;
-        }
-        for (i64 i = 0; i < E; ++i) choice[i] = a->bias ? scores[i] + a->bias[i] : scores[i];
-        memset(taken, 0, (size_t)E);
-        if (a->groups > 1) {
-            for (int g = 0; g < a->groups; ++g) { /* members are taken for a while, to find the best of each group */
-                worth[g] = 0;
-                for (int b = 0; b < a->best; ++b) {
-                    const i64 at = next_best(choice + g * size, taken + g * size, size);
-                    worth[g] += choice[g * size + at];
-                    taken[g * size + at] = 1;
-                }
-            }
-            memset(left_out, 0, (size_t)a->groups);
-            memset(taken, 1, (size_t)E);
-            for (int i = 0; i < a->kept; ++i) {
-                const i64 g = next_best(worth, left_out, a->groups);
-                left_out[g] = 1;
-                memset(taken + g * size, 0, (size_t)size);
-            }
-        }
-        float sum = 0;
-        for (int j = 0; j < a->k; ++j) {
-            const i64 at = next_best(choice, taken, E);
-            taken[at] = 1;
-            a->ids[r * a->k + j] = (int32_t)at;
-            a->weights[r * a->k + j] = scores[at];
-            sum += scores[at];
-        }
-        const float by = a->normalize ? a->scaling / (sum + 1e-20f) : a->scaling;
-        for (int j = 0; j < a->k; ++j) a->weights[r * a->k + j] *= by;
-    }
-    free(scores);
-}
-
-/* logits [n, experts]; bias [experts] or NULL -> ids, weights [n, k]. The caller has made sure that `groups` divides
- * `experts`, that a group has `best` members, and that `kept` groups have k. */
-EXPORT int dpi_route(const float *logits, const float *bias, int32_t *ids, float *weights, i64 n, i64 experts, int k,
-                     int sigmoid, int normalize, int groups, int kept, int best, float scaling, int threads) {
-    route_args a = {logits, bias, ids, weights, experts, k, sigmoid, normalize, groups, kept, best, 0, scaling};
-    for_each_chunk(n, n * experts < 8192 ? 1 : threads, route_rows, &a);
-    return a.failed ? NO_MEMORY : OK;
 }

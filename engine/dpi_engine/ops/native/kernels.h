@@ -19,4 +19,10 @@ EXPORT int dpi_rope_write(const void *qkv, const i64 *positions, const i64 *slot
 EXPORT int dpi_attention(const void *q, const void *k, const void *v, const int32_t *tables, const int32_t *kv_lens,
                          const int32_t *cu, void *out, i64 n, i64 table_width, i64 blocks, int sequences, int heads,
                          int kv_heads, int dim, int window, float scale, int bf, int cache_bf, int threads);
+EXPORT int dpi_route(const void *x, const float *panels, const float *bias, int32_t *ids, float *weights, float *room, i64 n,
+                     i64 hidden, i64 experts, int k, int sigmoid, int normalize, int groups, int kept, int best,
+                     float scaling, int bf, int threads);
+EXPORT int dpi_experts(const void *x, const int32_t *ids, const float *weights, const void *gate_up, const void *down,
+                       void *inner, float *sums, void *out, i64 n, i64 experts, i64 hidden, i64 width, int choices, int bf,
+                       int weight_bf, int threads);
 #endif

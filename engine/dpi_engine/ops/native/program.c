@@ -4,7 +4,7 @@
 #define MOST_ARGUMENTS 20
 
 /* The functions a program can hold. `ops/cpu_program.py` counts them in this order. */
-enum { EMBED, RMS_NORM, LINEAR, LINEAR_DOT, LINEAR_INT8, SILU_MUL, ROPE_WRITE, ATTENTION };
+enum { EMBED, RMS_NORM, LINEAR, LINEAR_DOT, LINEAR_INT8, SILU_MUL, ROPE_WRITE, ATTENTION, ROUTE, EXPERTS };
 
 /* Arguments are pointers and integers in the order of the function, without its float. */
 typedef struct {
@@ -38,6 +38,12 @@ static int call(const command *c) {
     case ATTENTION:
         return dpi_attention(P(0), P(1), P(2), P(3), P(4), P(5), P(6), L(7), L(8), L(9), I(10), I(11), I(12), I(13),
                              I(14), f, I(15), I(16), I(17));
+    case ROUTE:
+        return dpi_route(P(0), P(1), P(2), P(3), P(4), P(5), L(6), L(7), L(8), I(9), I(10), I(11), I(12), I(13), I(14), f,
+                         I(15), I(16));
+    case EXPERTS:
+        return dpi_experts(P(0), P(1), P(2), P(3), P(4), P(5), P(6), P(7), L(8), L(9), L(10), L(11), I(12), I(13), I(14),
+                           I(15));
     }
     return NO_FUNCTION;
 }

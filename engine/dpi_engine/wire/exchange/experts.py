@@ -37,8 +37,14 @@ Chosen = NDArray[np.int64]
 _ROWS = struct.Struct("<IIII")  # rows, hidden size, choices per token, bytes per element
 
 
+SMALL_BYTES = 1 << 18
+"""Of hidden states: less is sent to all ranks sooner than it is picked apart for each."""
+
+
 class Way(enum.StrEnum):
-    """`auto`: all-gather where nearly every token goes to every rank anyway, all-to-all else."""
+    """`auto`: all-gather where nearly every token goes to every rank anyway, or most do and they are few; all-to-all
+    else.
+    """
 
     AUTO = "auto"
     ALL_GATHER = "all-gather"
@@ -89,7 +95,7 @@ class MeshExperts:
         size, rank, k = self.mesh.size, self.mesh.rank, ids.shape[1]
         # Rows as bytes: numpy knows no bfloat16, and its calls cost a fraction of torch's for the few rows of a step.
         rows_of, chosen, shares = _rows(hidden), ids.numpy(), weights.numpy()
-        sent = self._choose(chosen)
+        sent = self._choose(chosen, rows_of.nbytes)
         head = (width, k, hidden.element_size())
         parts: list[list[Buffer]] = []
         whole: list[Buffer] | None = None
@@ -115,7 +121,9 @@ class MeshExperts:
     def _local(self, ids: IntRows) -> IntRows:
         """Local indices of experts; NOT_HERE for those of other ranks."""
         local = ids - np.int32(self.placement.local.start)
-        return np.where((local >= 0) & (local < len(self.placement.local)), local, np.int32(NOT_HERE))
+        # As unsigned numbers, those below the first are above the last.
+        local[local.view(np.uint32) >= len(self.placement.local)] = NOT_HERE
+        return local
 
     def combine(self, partial: Tensor, batch: ExpertBatch) -> Tensor:
         """See ExpertExchange. Raises ExchangeError."""
@@ -124,38 +132,49 @@ class MeshExperts:
         handle: _Handle = batch.handle
         rank = self.mesh.rank
         width, dtype = partial.shape[1], partial.dtype
-        as_bytes = _rows(partial)
-        ends = np.cumsum(handle.rows).tolist()
-        pieces = [as_bytes[end - count : end] for count, end in zip(handle.rows, ends, strict=True)]
-        parts: list[list[Buffer]] = [[] if r == rank else [piece.data] for r, piece in enumerate(pieces)]
+        as_bytes, at = _rows(partial), 0
+        parts: list[list[Buffer]] = []
+        own = partial
+        for r, count in enumerate(handle.rows):
+            parts.append([] if r == rank else [as_bytes[at : at + count].data])
+            if r == rank:
+                own = partial[at : at + count]
+            at += count
         found = self.mesh.swap(Kind.SUMS, parts)
-        total = np.zeros((handle.tokens, width), np.float32)
+        total: Tensor | None = None
         for r, payload in enumerate(found):
             rows = handle.sent[r]
             count = handle.tokens if rows is None else len(rows)
             if r == rank:
-                sums = _floats(pieces[r], dtype, count, width)
+                sums = own
             elif payload.nbytes != count * width * dtype.itemsize:
                 self._malformed(r, f"{payload.nbytes} bytes of sums for {count} tokens")
-            else:
-                sums = _floats(np.frombuffer(payload, np.uint8), dtype, count, width)
-            if rows is None:
-                total += sums
             elif count:
-                total[rows] += sums  # no row twice
-        return torch.from_numpy(total).to(dtype)
+                sums = torch.frombuffer(payload, dtype=dtype).view(count, width)
+            if not count:
+                continue
+            if rows is not None:
+                total = torch.zeros(handle.tokens, width) if total is None else total
+                total.index_add_(0, torch.from_numpy(rows), sums.float())  # no row twice
+            elif total is None:
+                total = sums.to(torch.float32, copy=True)
+            else:
+                total += sums
+        return torch.zeros(handle.tokens, width, dtype=dtype) if total is None else total.to(dtype)
 
-    def _choose(self, ids: IntRows) -> list[Chosen | None]:
-        """Per rank which rows it gets; None is all of them."""
-        size = self.mesh.size
+    def _choose(self, ids: IntRows, nbytes: int) -> list[Chosen | None]:
+        """Per rank which rows it gets; None is all of them. `nbytes`: of all rows."""
+        size, k = self.mesh.size, ids.shape[1]
         way = self._way
         if way is Way.AUTO:
-            # With k choices among `size` ranks, few tokens pass a rank by once k is a multiple of their number.
-            way = Way.ALL_GATHER if ids.shape[1] >= 2 * size else Way.ALL_TO_ALL
+            # With k choices among `size` ranks, few tokens pass a rank by once k is a multiple of their number; with
+            # as many choices as ranks a third does.
+            most = k >= 2 * size or (k >= size and nbytes <= SMALL_BYTES)
+            way = Way.ALL_GATHER if most else Way.ALL_TO_ALL
         if way is Way.ALL_GATHER:
             return [None] * size
         wanted = np.zeros((len(ids), size), bool)
-        np.put_along_axis(wanted, self._owners[ids], True, axis=1)
+        wanted[np.arange(len(ids))[:, None], self._owners[ids]] = True
         return [np.flatnonzero(wanted[:, r]) for r in range(size)]
 
     def _parse(self, payload: memoryview, rank: int, head: tuple[int, int, int]) -> tuple[ByteRows, IntRows, FloatRows]:
@@ -175,7 +194,7 @@ class MeshExperts:
         if payload.nbytes != b + rows * k * 4:
             self._malformed(rank, f"{payload.nbytes} bytes for {rows} tokens")
         ids = np.frombuffer(payload[a:b], np.int32).reshape(rows, k)
-        if rows and not 0 <= ids.min() <= ids.max() < self.placement.num_experts:
+        if rows and ids.view(np.uint32).max() >= self.placement.num_experts:
             self._malformed(rank, f"an expert outside 0..{self.placement.num_experts - 1}")
         hidden = np.frombuffer(payload[_ROWS.size : a], np.uint8).reshape(rows, width * item)
         return hidden, ids, np.frombuffer(payload[b:], np.float32).reshape(rows, k)
@@ -197,12 +216,3 @@ def _frame(head: tuple[int, int, int], hidden: ByteRows, ids: IntRows, weights: 
     """Pieces of a frame of kind TOKENS."""
     start = _ROWS.pack(len(ids), *head)
     return [start, *(np.ascontiguousarray(part).data for part in (hidden, ids, weights) if len(ids))]
-
-
-def _floats(rows: ByteRows, dtype: torch.dtype, count: int, width: int) -> FloatRows:
-    """Bytes of `count` rows of `dtype` as float32 [count, width]."""
-    if dtype is torch.float32:
-        return np.ascontiguousarray(rows).view(np.float32).reshape(count, width)
-    if not count:
-        return np.empty((0, width), np.float32)
-    return torch.frombuffer(rows.data, dtype=dtype).view(count, width).float().numpy()
