@@ -85,5 +85,5 @@ def test_a_processor_without_its_instructions_is_named(make_pod: Callable[..., P
     with make_pod(*INT8, env={"DPI_CPU_ISA": "avx2", "DPI_NATIVE_DIR": ""}, defaults=False, wait=False) as pod:
         assert pod.wait_exit() == REFUSED
         assert "int8 linears need avx512_vnni and avx512_bf16, these kernels are for avx2" in pod.log
-        assert "--ops torch computes int8 too, many times slower" in pod.log
+        assert "--ops torch computes --quantization int8 too, many times slower" in pod.log
         assert "Traceback" not in pod.log
