@@ -194,7 +194,7 @@ def reference_page() -> str:
         "Served at `/metrics`, without a key. Names that begin with `vllm:` and their labels are those that dashboards",
         "for vLLM query; the others are ours. `engine` is the global rank, `model_name` the first served name. With",
         "several API server processes counters and histograms are summed over them and gauges are the newest value,",
-        "unless said.",
+        "unless said. Tokens and loads of the processes that did not answer the scrape are up to a second old.",
         "",
         "Generated from `dpi_engine/server/metrics_table.py` by `python -m dpi_engine.server.metrics_table`.",
         "",
