@@ -1,4 +1,4 @@
-"""What an error of the operating system means for the process that meets it: one line, and an exit code."""
+"""Why a pod cannot go on, and with which exit code its process ends."""
 
 from __future__ import annotations
 
@@ -8,6 +8,14 @@ from dpi_engine.launch.exit_codes import EXIT_CRASHED, EXIT_REFUSED
 from dpi_engine.wire.sockets import TooFewDescriptors
 
 log = logging.getLogger(__name__)
+
+
+class LaunchFailed(RuntimeError):
+    """The pod cannot go on; `code` is the process's exit code."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 def give_up(error: OSError) -> int:

@@ -21,7 +21,7 @@ from dpi_engine.config.build import build
 from dpi_engine.config.errors import ConfigError, SourceError
 from dpi_engine.config.experts import ExpertPlacement
 from dpi_engine.config.machine import auto_dtype, cpu_features, usable_cpus
-from dpi_engine.config.network import port_is_free, resolve, source_address, tcp_endpoint
+from dpi_engine.config.network import resolve, source_address, tcp_endpoint
 from dpi_engine.config.parallel import Mode, ParallelConfig, Ports
 from dpi_engine.config.pod import PodIdentity
 from dpi_engine.config.settings import Settings
@@ -37,7 +37,6 @@ from dpi_engine.launch.control import (
     EngineReport,
     FromChild,
     RankTable,
-    UtilityCall,
     UtilityResult,
 )
 from dpi_engine.launch.exit_codes import (
@@ -48,11 +47,13 @@ from dpi_engine.launch.exit_codes import (
     EXIT_OK,
     EXIT_REFUSED,
 )
-from dpi_engine.launch.failures import give_up
-from dpi_engine.launch.management import UtilityFailed, Verdict, make_management_app
+from dpi_engine.launch.failures import LaunchFailed, give_up
+from dpi_engine.launch.management import UtilityFailed, Verdict, make_management_app, read_token
 from dpi_engine.launch.metrics import PodMetrics
+from dpi_engine.launch.ports import HeldPorts, check_all, check_free
 from dpi_engine.launch.spec import ChildKind, ChildSpec
 from dpi_engine.launch.supervisor import make_supervisor_app, policy_of
+from dpi_engine.launch.utility_calls import UtilityCalls
 from dpi_engine.launch.view import PodState
 from dpi_engine.tokenizer.spec import read_spec
 from dpi_engine.wire.counters import WireCounters
@@ -68,14 +69,6 @@ WATCH_S = 0.25
 STANDSTILL_S = 1.5
 """A gap between two looks that only a standstill of this process explains."""
 STOP_MARGIN_S = 5.0
-
-
-class LaunchFailed(RuntimeError):
-    """The pod cannot go on; `code` is the process's exit code."""
-
-    def __init__(self, message: str, code: int) -> None:
-        super().__init__(message)
-        self.code = code
 
 
 class Launcher:
@@ -108,9 +101,8 @@ class Launcher:
         self._addresses: PodAddresses | None = None
         self._stop = asyncio.Event()
         self._failed: asyncio.Future[LaunchFailed] | None = None
-        self._calls: dict[int, asyncio.Future[UtilityResult]] = {}
-        self._next_call = 0
-        self._reserved: list[socket.socket] = []
+        self._calls = UtilityCalls()
+        self._held = HeldPorts()
         self._places: list[Place] = []  # as the group's head has told them
         self._max_model_len = 0
         self._listeners: list[web.AppRunner] = []
@@ -238,7 +230,9 @@ class Launcher:
             host = await asyncio.to_thread(resolve, address, 30.0)
         addresses = PodAddresses(self._run_dir, Ports.of(self.settings), self.parallel, host)
         self._addresses = addresses
-        self._check_ports(addresses)
+        own = {"--management-port", "--data-parallel-supervisor-port"}  # held by this process by now
+        wanted = [w for w in addresses.ports.bound(self.settings, self.parallel, self.moe) if w[0] not in own]
+        check_all(wanted, self._http_host(), addresses.host, self._held)
         self._control = ControlServer(addresses.control(), self._on_report)
         self._control.start()
         (self._run_dir / "prometheus").mkdir()
@@ -279,8 +273,7 @@ class Launcher:
         for rank, (what, port) in addresses.ports.exchange(self.parallel, self.pod.in_pod).items():
             if port > 65535:
                 raise LaunchFailed(f"{what}: port {port} is out of range; lower --data-parallel-rpc-port", EXIT_REFUSED)
-            if not port_is_free(host, port):
-                raise LaunchFailed(f"{what}: port {port} of {host} is in use; free it or give another", EXIT_REFUSED)
+            check_free(what, host, port)
             found[rank] = [host, port]
         return found
 
@@ -322,35 +315,6 @@ class Launcher:
         assert self._run_dir is not None
         folder = self._run_dir / "prometheus"
         return folder / str(api) if self.parallel.mode is Mode.MULTI_PORT else folder
-
-    def _check_ports(self, addresses: PodAddresses) -> None:
-        """Raises LaunchFailed naming what wants a port that another process holds: no child starts in vain."""
-        for what, port in addresses.ports.bound(self.settings, self.parallel, self.moe):
-            if what in ("--management-port", "--data-parallel-supervisor-port"):
-                continue  # held by this process by now
-            for_http = what.startswith("--port")
-            host = self._http_host() if for_http else addresses.host
-            if host is not None and not port_is_free(host, port):
-                raise LaunchFailed(f"{what}: port {port} of {host} is in use; free it or give another", EXIT_REFUSED)
-            if for_http:
-                self._reserve(self._http_host(), port)
-
-    def _reserve(self, host: str, port: int) -> None:
-        """Hold the HTTP port while the model loads: bound, not listening, and shared only with our API servers."""
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        reserved = socket.socket(family, socket.SOCK_STREAM)
-        self._reserved.append(reserved)
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        try:
-            try:
-                reserved.bind((host, port))
-            except OSError:
-                # Connections of a server that has ended may linger. The port can be had all the same, but is not held
-                # as firmly: with this option another process may bind it, too, until an API server listens.
-                reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                reserved.bind((host, port))
-        except OSError as e:
-            raise LaunchFailed(f"--port {port}: cannot be had on {host}: {e.strerror or e}", EXIT_REFUSED) from None
 
     async def _start_head(self, addresses: PodAddresses, coordinated: bool) -> None:
         """Keep the leases: of the whole group on the head, elsewhere of the ranks behind this launch's front ends."""
@@ -503,9 +467,7 @@ class Launcher:
         elif isinstance(message, CoordinatorReport):
             self.state.coordinator = (now, message)
         elif isinstance(message, UtilityResult):
-            waiting = self._calls.pop(message.call_id, None)
-            if waiting and not waiting.done():
-                waiting.set_result(message)
+            self._calls.take(message)
 
     def _take_links(self, report: ApiReport, before: ApiReport | None) -> None:
         """A vLLM rank sends no beats: that a front end lost its connection is the only news of its end, and that one
@@ -612,8 +574,7 @@ class Launcher:
         engines = [c for c in self.children.values() if c.spec.kind is ChildKind.ENGINE]
         await self._stop_children(engines, limit if self.parallel.headless else 0.0)
         await self._stop_children([c for c in self.children.values() if c.spec.kind is ChildKind.COORDINATOR], 0.0)
-        for reserved in self._reserved:
-            reserved.close()
+        self._held.close()
         if self.head:
             await self.head.close()
         if self._control:
@@ -693,27 +654,7 @@ class Launcher:
             raise UtilityFailed(503, "no front end in this pod: ask the management API of rank 0's pod")
         # Any front end reaches all ranks, but where each has ranks of its own.
         asked = apis if self.parallel.mode is Mode.MULTI_PORT else apis[:1]
-        answers = await asyncio.gather(*(self._call_through(api, method, args) for api in asked))
-        for answer in answers:
-            if answer.error:
-                raise UtilityFailed(answer.status, answer.error)
-        return {rank: value for answer in answers for rank, value in answer.results.items()}
-
-    async def _call_through(self, api: str, method: str, args: list[Any]) -> UtilityResult:
-        assert self._control is not None
-        self._next_call += 1
-        call = UtilityCall(call_id=self._next_call, method=method, args=args)
-        answer: asyncio.Future[UtilityResult] = asyncio.get_running_loop().create_future()
-        self._calls[call.call_id] = answer
-        try:
-            await self._control.send(api, call)
-            async with asyncio.timeout(call.timeout_s + 5):
-                return await answer
-        except TimeoutError:
-            silent = f"{method}: no answer from {api} within {call.timeout_s + 5:.0f} s"
-            return UtilityResult(call_id=call.call_id, error=silent, status=504)
-        finally:
-            self._calls.pop(call.call_id, None)
+        return await self._calls.call(self._control.send, asked, method, args)
 
 
 def _ranges(ranks: list[int]) -> str:
@@ -728,19 +669,6 @@ def _ranges(ranks: list[int]) -> str:
             parts.append(str(start) if start == previous else f"{start}-{previous}")
         start = previous = rank
     return ", ".join(parts)
-
-
-def read_token(path: str | None) -> str | None:
-    """Management token from its file. Raises ConfigError when the file is unreadable or empty."""
-    if path is None:
-        return None
-    try:
-        token = Path(path).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as e:
-        raise ConfigError(f"--management-token-file {path}: cannot be read: {e}") from None
-    if not token:
-        raise ConfigError(f"--management-token-file {path}: the file is empty")
-    return token
 
 
 def launch(settings: Settings, environment: dict[str, str] | None = None) -> int:

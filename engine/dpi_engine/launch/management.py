@@ -13,10 +13,13 @@ from __future__ import annotations
 import hmac
 import logging
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
 from aiohttp import web
+
+from dpi_engine.config.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +53,19 @@ class PodView(Protocol):
     async def utility(self, method: str, args: list[Any]) -> dict[int, Any]:
         """Results by rank. Raises UtilityFailed."""
         ...
+
+
+def read_token(path: str | None) -> str | None:
+    """Management token from its file. Raises ConfigError when the file is unreadable or empty."""
+    if path is None:
+        return None
+    try:
+        token = Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"--management-token-file {path}: cannot be read: {e}") from None
+    if not token:
+        raise ConfigError(f"--management-token-file {path}: the file is empty")
+    return token
 
 
 def _error(status: int, message: str) -> web.Response:
