@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dpi_engine.config.model_spec import ModelSpec
 from dpi_engine.models.registry import Model, load_model
-from dpi_engine.ops import TorchOps, torch_ref
+from dpi_engine.ops import TorchOps, staging, torch_ref
 from dpi_engine.ops.interface import StepTensors
 
 CONFIG = {
@@ -68,9 +68,26 @@ MIXTURES = {
 }
 
 
+class PlainLane:
+    """Pinned memory and events are the driver's."""
+
+    def __init__(self, device: torch.device) -> None:
+        pass
+
+    def pinned(self, count: int) -> Tensor:
+        return torch.empty(count, dtype=torch.uint8)
+
+    def mark(self) -> PlainLane:
+        return self
+
+    def synchronize(self) -> None:
+        pass
+
+
 @pytest.fixture(params=["dense", *MIXTURES])
 def model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Model]:
     monkeypatch.setattr(torch_ref.F, "scaled_dot_product_attention", plain_attention)
+    monkeypatch.setattr(staging, "CudaLane", PlainLane)
     # Without data there is nothing to try it on.
     monkeypatch.setattr(torch_ref.torch_moe, "grouped_works", lambda device, dtype: True)
     with FakeTensorMode():
