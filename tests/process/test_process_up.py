@@ -281,6 +281,28 @@ def test_a_port_in_use_is_named_before_anything_starts(
             assert not running.state.exists()
 
 
+def test_two_of_one_name_do_not_share_their_logs(folder: Path, tiny_model: Path, process_cache: Path) -> None:
+    with up(folder, manifest(tiny_model, *ports(), process_cache, dataParallelSize=1)) as first:
+        first.until_said("starting tiny-0-0")
+        log = first.state / "tiny-0-0.log"
+        until(lambda: log.exists() and "management API" in log.read_text(), "the first one's pod logs")
+        (folder / "2").mkdir()
+        document = manifest(tiny_model, *ports(), process_cache, dataParallelSize=1)
+        with up(folder / "2", document, "--state-dir", str(first.state)) as second:
+            assert second.process.wait(PATIENCE) == 1
+            assert f"--state-dir {first.state}: another `dpi up` writes its logs there" in second.output
+            assert not second.family()
+        assert "management API" in log.read_text()
+
+
+def test_a_folder_for_logs_that_cannot_be_made_is_named(folder: Path, tiny_model: Path, process_cache: Path) -> None:
+    document = manifest(tiny_model, *ports(), process_cache, dataParallelSize=1)
+    with up(folder, document, "--state-dir", "/proc/nowhere") as running:
+        assert running.process.wait(PATIENCE) == 1
+        assert "--state-dir /proc/nowhere: cannot be used: " in running.output
+        assert "Traceback" not in running.output
+
+
 def test_a_bad_manifest_is_named(folder: Path, tiny_model: Path, process_cache: Path) -> None:
     document = manifest(tiny_model, *ports(), process_cache, dataParalelSize=2)
     with up(folder, document) as running:

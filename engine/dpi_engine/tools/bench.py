@@ -43,6 +43,12 @@ class BenchCommand:
             if getattr(args, name) is not None and getattr(args, name) < 1:
                 print(f"dpi bench: --{name.replace('_', '-')} must be at least 1", file=sys.stderr)
                 return EXIT_USAGE
+        if args.warmup < 0:
+            print("dpi bench: --warmup must be at least 0", file=sys.stderr)
+            return EXIT_USAGE
+        if not args.timeout > 0:
+            print("dpi bench: --timeout must be more than 0", file=sys.stderr)
+            return EXIT_USAGE
         try:
             return asyncio.run(bench(args))
         except (EndpointError, BenchError) as e:

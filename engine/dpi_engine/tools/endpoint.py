@@ -47,7 +47,7 @@ class Endpoint:
         base = url.rstrip("/")
         self.base = base.removesuffix("/v1")
         if not self.base.startswith(("http://", "https://")):
-            raise EndpointError(f"--url {url!r}: expected an address such as {DEFAULT_URL}")
+            raise EndpointError(f"--url {url!r}: expected an address such as http://{base or '127.0.0.1:8000'}")
         key = api_key or os.environ.get("OPENAI_API_KEY")
         self._headers = {**({"Authorization": f"Bearer {key}"} if key else {}), **(headers or {})}
         self._limit, self._timeout = connections, timeout_s
@@ -69,12 +69,15 @@ class Endpoint:
         if response.status < 400:
             return
         text = await response.text()
+        code = None
         try:
-            message = json.loads(text)["error"]["message"]
-        except (ValueError, KeyError, TypeError):
+            error = json.loads(text)["error"]
+            message, code = error["message"], error.get("code")
+        except (ValueError, KeyError, TypeError, AttributeError):
             message = text.strip()[:500]
         hint = ""
-        if response.status == 404 and response.url.path in ("/ranks", "/v1/models", "/tokenize"):
+        no_route = response.status == 404 and code != "model_not_found"
+        if no_route and response.url.path in ("/ranks", "/v1/models", "/tokenize"):
             hint = "; is this the other port? /ranks is on the management port, /v1 on the HTTP port"
         raise EndpointError(f"{response.method} {response.url}: {response.status} {response.reason}: {message}{hint}")
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
+import os
 import signal
 import sys
 import time
@@ -62,6 +64,27 @@ def ports_in_use(plans: list[PodPlan]) -> list[str]:
             if not port_is_free("127.0.0.1", port):
                 taken.append(f"port {port} of {plan.name} is in use; change spec.engine.ports.{field} or free it")
     return taken
+
+
+def claim_folder(folder: Path) -> int:
+    """A descriptor of `folder`, made if need be, that keeps another `dpi up` out until it is closed or we end.
+
+    Raises UpFailed when another one has it, or it cannot be had.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        claimed = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as e:
+        raise UpFailed(f"--state-dir {folder}: cannot be used: {e.strerror or e}") from None
+    try:
+        fcntl.flock(claimed, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(claimed)
+        raise UpFailed(
+            f"--state-dir {folder}: another `dpi up` writes its logs there; stop it, or give this one another name "
+            "(metadata.name) or folder"
+        ) from None
+    return claimed
 
 
 class LocalRunner:
@@ -130,9 +153,19 @@ class LocalRunner:
             for line in taken:
                 self.say(f"error: {line}")
             return 1
+        try:
+            claimed = claim_folder(self.options.state_dir)
+        except UpFailed as e:
+            self.say(f"error: {e}")
+            return 1
+        try:
+            return await self._run()
+        finally:
+            os.close(claimed)
+
+    async def _run(self) -> int:
         if fields := ignored_fields(self.dpi):
             self.say("without a cluster these fields mean nothing: " + ", ".join(fields))
-        self.options.state_dir.mkdir(parents=True, exist_ok=True)
         for plan in self.plans:
             log_file = self.options.state_dir / f"{plan.name}.log"
             log_file.unlink(missing_ok=True)

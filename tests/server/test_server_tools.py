@@ -1,0 +1,51 @@
+"""The command-line tools at an endpoint: what they say when it does not answer as asked, or they are asked wrongly."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+from server_harness import drive, running
+
+from dpi_engine.tools.bench import BenchCommand
+from dpi_engine.tools.endpoint import Endpoint, EndpointError
+
+OTHER_PORT = "is this the other port?"
+
+
+def test_a_model_that_is_not_served_is_no_wrong_port() -> None:
+    async def main() -> None:
+        async with running() as server, Endpoint(server.url) as endpoint:
+            with pytest.raises(EndpointError, match="the model 'nope' does not exist here") as caught:
+                await endpoint.post("/tokenize", {"model": "nope", "prompt": "x"})
+            assert OTHER_PORT not in str(caught.value)
+            with pytest.raises(EndpointError, match="404") as caught:
+                await endpoint.get("/ranks")
+            assert OTHER_PORT in str(caught.value)
+
+    drive(main)
+
+
+def test_an_address_without_a_scheme_is_given_one() -> None:
+    with pytest.raises(EndpointError, match="expected an address such as http://node-a:8081"):
+        Endpoint("node-a:8081/")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--streams", "0"], "--streams must be at least 1"),
+        (["--requests", "0"], "--requests must be at least 1"),
+        (["--warmup", "-1"], "--warmup must be at least 0"),
+        (["--timeout", "0"], "--timeout must be more than 0"),
+        (["--timeout", "nan"], "--timeout must be more than 0"),
+    ],
+)
+def test_bench_refuses_numbers_that_mean_nothing(
+    capsys: pytest.CaptureFixture[str], flags: list[str], words: str
+) -> None:
+    command = BenchCommand()
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    assert command.run(parser.parse_args(flags)) == 2
+    assert words in capsys.readouterr().err
