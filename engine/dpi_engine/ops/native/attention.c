@@ -207,6 +207,58 @@ PRODUCTS(dot, DOT)
 #define PRODUCT(NAME, MODE) ((MODE) == FLOAT32 ? NAME##_float32 : NAME##_widened)
 #endif
 
+#if VW == 16
+/* to[c][r] = row r, column c, of 8 x 8 numbers of 64 bits; only the first `columns`. */
+INLINE void transpose(const vi r[8], uint64_t *const to[8], int columns) {
+    vi t[8], out[8];
+    for (int i = 0; i < 8; i += 2) {
+        t[i] = _mm512_unpacklo_epi64(r[i], r[i + 1]);
+        t[i + 1] = _mm512_unpackhi_epi64(r[i], r[i + 1]);
+    }
+    for (int i = 0; i < 2; ++i) {
+        const vi a = _mm512_shuffle_i64x2(t[i], t[i + 2], 0x88), b = _mm512_shuffle_i64x2(t[i], t[i + 2], 0xdd);
+        const vi c = _mm512_shuffle_i64x2(t[i + 4], t[i + 6], 0x88), d = _mm512_shuffle_i64x2(t[i + 4], t[i + 6], 0xdd);
+        out[i] = _mm512_shuffle_i64x2(a, c, 0x88);
+        out[i + 4] = _mm512_shuffle_i64x2(a, c, 0xdd);
+        out[i + 2] = _mm512_shuffle_i64x2(b, d, 0x88);
+        out[i + 6] = _mm512_shuffle_i64x2(b, d, 0xdd);
+    }
+    for (int c = 0; c < columns; ++c) _mm512_storeu_si512(to[c], out[c]);
+}
+
+/* A page in the form of values -> keys, `dim` of them. What is read beyond `dim` is the padding of a page. */
+INLINE void keys_of(const void *values, void *keys, int dim, const int mode) {
+    const i64 stride = round_up(dim, 16);
+    for (int d = 0; d < dim; d += 16) {
+        const int left = dim - d < 16 ? dim - d : 16;
+        uint64_t *to[8];
+        vi r[8];
+        if (mode == FLOAT32) {
+            /* Two tokens of one element side by side, for elements 0 1 4 5 8 9 12 13, then for the others. */
+            for (int half = 0; half < 2; ++half) {
+                int columns = 0;
+                for (int c = 0; c < 8; ++c) {
+                    const int element = c / 2 * 4 + c % 2 + 2 * half;
+                    to[c] = (uint64_t *)keys + (d + element) * (PAGE / 2);
+                    columns += element < left;
+                }
+                for (int t = 0; t < 8; ++t) {
+                    const vf even = v_ldf((const float *)values + 2 * t * stride + d);
+                    const vf odd = v_ldf((const float *)values + (2 * t + 1) * stride + d);
+                    r[t] = _mm512_castps_si512(half ? _mm512_unpackhi_ps(even, odd) : _mm512_unpacklo_ps(even, odd));
+                }
+                transpose(r, to, columns);
+            }
+            continue;
+        }
+        /* Two tokens of one element, of the next -> two elements of one token, of the next: the middle words change places. */
+        const vi words = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15));
+        for (int c = 0; c < 8; ++c) to[c] = (uint64_t *)keys + (d / 2 + c) * (PAGE / 2);
+        for (int t = 0; t < 8; ++t) r[t] = _mm512_shuffle_epi8(v_ldi((const uint32_t *)values + t * stride + d), words);
+        transpose(r, to, left / 2);
+    }
+}
+#else
 /* A page in the form of values -> keys, `dim` of them. */
 INLINE void keys_of(const void *values, void *keys, int dim, const int mode) {
     const i64 stride = round_up(dim, 16);
@@ -226,6 +278,7 @@ INLINE void keys_of(const void *values, void *keys, int dim, const int mode) {
             to[d / 2 * (PAGE / 2) + t] = (x & 0xffff00000000ffffu) | (x & 0xffff0000u) << 16 | (x >> 16 & 0xffff0000u);
         }
 }
+#endif
 
 /* `turned`: room for the keys of a chunk of latents, NULL for pages that hold keys and values. */
 INLINE void tile(const attention_args *a, int seq, int kv_head, i64 row0, int rows, const int mode, float *turned) {
