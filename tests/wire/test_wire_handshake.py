@@ -311,6 +311,19 @@ def test_an_endpoint_nobody_listens_on_is_named_at_the_deadline() -> None:
             stage.link(0).connect(0.5)
 
 
+@pytest.mark.parametrize(("transport", "words"), [("ipc", ""), ("tcp", "address 127.0.0.1")])
+def test_ranks_are_named_with_the_address_that_they_have(
+    transport: str, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Over ipc there is none, though the library has user and process in its place."""
+    caplog.set_level("INFO")
+    with Stage(transport) as stage:
+        stage.up(0)
+        joined = next(line for line in caplog.messages if line.startswith("rank 0: READY"))
+        assert words in joined
+        assert ("address" in joined) is bool(words)
+
+
 def test_an_address_in_use_is_named() -> None:
     with Stage("tcp") as stage, pytest.raises(OSError, match="cannot bind tcp://127"):
         stage.start_head()

@@ -320,7 +320,7 @@ class HeadHandshake:
         except WireError as error:
             self.counters.count(SOCKET, error.code)
             code = Refusal.BAD_IDENTITY if error.code == "bad_identity" else Refusal.BAD_MESSAGE
-            self._log_refusal(code, f"message from {_address(frames[-1]) or 'a local peer'} dropped: {error.detail}")
+            self._log_refusal(code, f"message from {_address(frames[-1]) or 'an unnamed peer'} dropped: {error.detail}")
             self._refuse(sender, Refuse(code, error.detail))
             return
         peer = Peer(rank, boot_id.hex(), _printable(message.pod, 253), _address(frames[-1]), message.pid or None)
@@ -472,10 +472,12 @@ class HeadHandshake:
 
 
 def _address(frame: zmq.Frame) -> str:
+    """The IP that a message came from; empty for ipc, where the library gives user and process in place of one."""
     try:
-        return str(frame.get("Peer-Address"))
-    except zmq.ZMQError:  # ipc has none
+        seen = str(frame.get("Peer-Address"))
+    except zmq.ZMQError:
         return ""
+    return "" if seen.startswith("localhost:") else seen
 
 
 def _printable(text: str, limit: int) -> str:
