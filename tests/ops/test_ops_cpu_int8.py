@@ -219,7 +219,7 @@ def test_the_widest_sums_hold(isa):
 def test_other_kinds_are_refused_by_name():
     with pytest.raises(OpsUnavailable, match=r"int8 linears have .* bfloat16, not of torch\.float32: leave"):
         make_cpu_ops(torch.float32, 1, KERNELS, "int8")
-    with pytest.raises(ValueError, match="quantization: expected int8 or none, got 'int4'"):
+    with pytest.raises(ValueError, match="quantization: expected int8, fp8 or none, got 'int4'"):
         select_ops("cpu", quantization="int4")
 
 

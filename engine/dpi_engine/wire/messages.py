@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 """Version of the `dpi` dialect; peers with another version are refused at HELLO. Raised with every change of a
 message's form, which tests/wire/wire_forms.py holds to."""
 
