@@ -61,7 +61,7 @@ typecheck: setup ## mypy, strict where it matters
 	$(VENV)/bin/mypy engine/dpi_engine operator/dpi_operator
 
 test: lint typecheck ## lint, types, all tests (no root, no cluster); E2E=1: a real cluster too; ARGS="tests/wire -k lease": some
-	@echo "tests in $(WORKERS) processes (WORKERS), $(or $(ARGS),all of them: ten minutes on two cores)"
+	@echo "tests in $(WORKERS) processes (WORKERS), $(or $(ARGS),all of them: 12 to 19 minutes on two cores)"
 	case "$(E2E)" in
 	"" | 0) $(PYTEST) --durations=10 $(ARGS) ;;
 	*)
