@@ -6,6 +6,7 @@ import fcntl
 import os
 import socket
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import IO
 
@@ -36,6 +37,7 @@ class Ports:
     def __init__(self) -> None:
         self._lock: IO[str] | None = None
         self._first = self._next = 0
+        self._held: set[int] = set()
 
     def take(self, count: int) -> int:
         """First of `count` consecutive ports that are free, and were not given out for as long as there were others."""
@@ -47,9 +49,17 @@ class Ports:
                 self._next = self._first
             first = self._next
             self._next += count
-            if all(is_free(port) for port in range(first, first + count)):
+            run = range(first, first + count)
+            if self._held.isdisjoint(run) and all(map(is_free, run)):
                 return first
         raise AssertionError(f"no {count} free ports in {self._first} to {end - 1}")
+
+    def hold(self, ports: Iterable[int]) -> None:
+        """Their owner may bind them at any time, and not all of them now: they are not given out until `release`."""
+        self._held.update(ports)
+
+    def release(self, ports: Iterable[int]) -> None:
+        self._held.difference_update(ports)
 
     def _take_part(self) -> None:
         folder = Path(tempfile.gettempdir()) / f"dpi-test-ports-{os.getuid()}"

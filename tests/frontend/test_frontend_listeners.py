@@ -48,6 +48,7 @@ def test_each_message_calls_its_readers_and_a_slow_one_gets_the_rest_merged(tmp_
             for listener in listeners:
                 listener.source.listen(listener)
             listeners[2].open = False
+            await eventually(lambda: len(engine.running) == 3, "all requests at the engine")
             for step in range(1, 6):
                 engine.allow(1)
                 await eventually(lambda step=step: listeners[1].calls == step, "a call for each token")
@@ -72,6 +73,7 @@ def test_a_reader_that_leaves_within_its_call_aborts_only_its_own_request(tmp_pa
             stays = Listener(second)
             first.listen(first.leave)
             second.listen(stays)
+            await eventually(lambda: len(engine.running) == 2, "both requests at the engine")
             engine.allow(6)
             await eventually(lambda: stays.reasons == ["length"], "the other request's end")
             await eventually(lambda: len(engine.aborted) == 1, "the abort at the engine")
@@ -93,6 +95,7 @@ def test_a_reader_that_fails_loses_its_own_request_and_no_other(tmp_path: Path) 
             stays = Listener(good)
             bad.listen(fail)
             good.listen(stays)
+            await eventually(lambda: len(engine.running) == 2, "both requests at the engine")
             engine.allow(6)
             await eventually(lambda: stays.reasons == ["length"], "the other request's end")
             await eventually(lambda: len(engine.aborted) == 1, "the abort at the engine")

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from process_group import TOKEN, Group
 from process_model import make_model
-from process_pods import Pod, kernels
+from process_pods import LIVE, Pod, kernels
 
 from dpi_engine.config.sources import default_cache_dir
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+    """A pod that several tests share shows its log at its own end, and then only if the fault is there still."""
+    report = yield
+    if report.failed and report.when != "teardown":
+        for pod in sorted(LIVE, key=lambda pod: pod.name):
+            report.sections.append((f"log of {pod.name}, running: {pod.running}", pod.log[-8000:]))
+    return report
 
 
 @pytest.fixture(scope="session")

@@ -95,6 +95,10 @@ def kernels() -> str:
     return folder
 
 
+LIVE: set[Pod] = set()
+"""Pods that were started and not left yet: their logs are shown when a test fails."""
+
+
 class Pod:
     """One `dpi serve`, as a context manager. `args` follow the model.
 
@@ -170,6 +174,7 @@ class Pod:
         return self
 
     def start(self) -> None:
+        PORTS.hold(self.ports())
         with self.log_file.open("ab") as log:
             self.process = subprocess.Popen(
                 self.command,
@@ -181,6 +186,7 @@ class Pod:
                 preexec_fn=end_with_this_process,
             )
         self.killed = False
+        LIVE.add(self)
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         assert self.process is not None
@@ -204,6 +210,8 @@ class Pod:
                     process.kill()
             if kind is not None:
                 print(f"===== log of {self.name} ({' '.join(self.command[2:])}) =====\n{self.log[-20000:]}")
+            PORTS.release(self.ports())
+            LIVE.discard(self)
             shutil.rmtree(self.runtime, ignore_errors=True)
 
     def family(self) -> list[psutil.Process]:

@@ -8,9 +8,22 @@ import json
 import socket
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from process_pods import PATIENCE, Pod, until
+
+
+def caught(start: Callable[[], Stream], act: Callable[[], object], undo: Callable[[], object]) -> Stream:
+    """A stream that `act` has brought to rest. Where it had ended before that, `undo`, and another one is started."""
+    for _ in range(20):
+        stream = start()
+        act()
+        if not stream.ended.wait(1.0):
+            return stream
+        assert stream.finish_reason == "length", (stream.events[-1:], stream.failure)
+        undo()
+    raise AssertionError("20 streams had ended before what was to stop them was done")
 
 
 class Stream:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from process_group import TOKEN, Group, call
 from process_pods import until
-from process_streams import Stream
+from process_streams import Stream, caught
 
 PROMPT = "blocks are taken, pages are filled"
 RANKS = ("0", "1", "2", "3")
@@ -59,7 +59,7 @@ def test_a_get_changes_nothing(group: Group) -> None:
 
 
 def test_a_paused_scheduler_keeps_requests_and_goes_on(group: Group) -> None:
-    stream = Stream(group.head, PROMPT, rank=2, max_tokens=3000).until_tokens(10)
+    stream = Stream(group.head, PROMPT, rank=2, max_tokens=7000).until_tokens(10)
     try:
         results(group, "pause_scheduler", "keep", False)
         assert results(group, "is_scheduler_paused") == dict.fromkeys(RANKS, True)
@@ -107,9 +107,12 @@ def test_sleeping_ends_what_runs_with_an_abort(group: Group) -> None:
 def test_sleeping_can_keep_what_runs(group: Group, level: int) -> None:
     """It is computed anew when the ranks wake up, with the text of a run that nothing broke."""
     whole = group.head.text(PROMPT, rank=3, max_tokens=1500)
-    stream = Stream(group.head, PROMPT, rank=3, max_tokens=1500).until_tokens(5)
     try:
-        results(group, "sleep", level, "keep")
+        stream = caught(
+            lambda: Stream(group.head, PROMPT, rank=3, max_tokens=1500).until_tokens(5),
+            lambda: results(group, "sleep", level, "keep"),
+            lambda: results(group, "wake_up"),
+        )
         seen = stream.at_rest()
     finally:
         results(group, "wake_up")

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 from process_moe import make_moe_model
 from process_pods import Pod, ask, until
-from process_streams import Stream
+from process_streams import Stream, caught
 
 COMMON = (
     "--dtype", "float32", "--max-model-len", "2048", "--num-gpu-blocks-override", "512", "--cpu-threads", "1",
@@ -110,8 +110,11 @@ def test_requests_at_all_endpoints_at_one_time_give_the_same_texts(pair: Pair, e
 
 
 def test_a_pause_holds_when_every_endpoint_was_told_and_ends_the_same_way(pair: Pair, expected: list[str]) -> None:
-    stream = Stream(pair.head, PROMPTS[0], max_tokens=900).until_tokens(5)
-    pair.call("/pause?mode=keep")
+    stream = caught(
+        lambda: Stream(pair.head, PROMPTS[0], max_tokens=900).until_tokens(5),
+        lambda: pair.call("/pause?mode=keep"),
+        lambda: pair.call("/resume"),
+    )
     at = stream.at_rest()
     pair.call("/resume")
     until(lambda: stream.tokens > at or stream.ended.is_set(), "the stream goes on")

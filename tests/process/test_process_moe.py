@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from process_moe import make_moe_model
 from process_pods import Pod, ask, until
-from process_streams import Stream
+from process_streams import Stream, caught
 
 COMMON = ("--dtype", "float32", "--max-model-len", "2048", "--num-gpu-blocks-override", "512", "--cpu-threads", "1")
 PROMPTS = ["the quick brown fox", "every request finds its way", "nine ranks wait for the head"]
@@ -142,27 +142,25 @@ def test_all_ranks_are_paused_and_resumed_together(moe: Path, cache: Path, expec
     args = (*COMMON, "--enable-expert-parallel", "-dp", "2", "-asc", "1", "--enable-dev-endpoints")
     with Pod(moe, *args, cache=cache) as pod:
         pod.until_ready()
-        stream = Stream(pod, PROMPTS[0], rank=1, max_tokens=700).until_tokens(10)
-        assert ask(f"{pod.url}/pause?mode=keep", method="POST").status == 200
 
-        def still() -> bool:
-            seen = stream.tokens
-            time.sleep(1)
-            return stream.tokens == seen
+        def told(path: str) -> None:
+            assert ask(f"{pod.url}{path}", method="POST").status == 200
 
-        until(still, "what was on the way has arrived, and no more comes")
-        assert stream.tokens < 700
-        assert ask(f"{pod.url}/resume", method="POST").status == 200
+        def begin() -> Stream:
+            return Stream(pod, PROMPTS[0], rank=1, max_tokens=700).until_tokens(10)
+
+        stream = caught(begin, lambda: told("/pause?mode=keep"), lambda: told("/resume"))
+        assert stream.at_rest() < 700
+        told("/resume")
         assert stream.until_end(120).finish_reason == "length"
         for level in (1, 2):
-            assert ask(f"{pod.url}/sleep?level={level}", method="POST").status == 200
-            assert ask(f"{pod.url}/wake_up", method="POST").status == 200
+            told(f"/sleep?level={level}")
+            told("/wake_up")
             assert pod.text(PROMPTS[1], rank=0, max_tokens=48) == expected[1]
         whole = pod.text(PROMPTS[0], rank=1, max_tokens=700)
-        stream = Stream(pod, PROMPTS[0], rank=1, max_tokens=700).until_tokens(10)
-        assert ask(f"{pod.url}/sleep?level=2&mode=keep", method="POST").status == 200
+        stream = caught(begin, lambda: told("/sleep?level=2&mode=keep"), lambda: told("/wake_up"))
         assert stream.at_rest() < 700
-        assert ask(f"{pod.url}/wake_up", method="POST").status == 200
+        told("/wake_up")
         assert stream.until_end(120).text == whole
 
 
