@@ -20,6 +20,7 @@ from dpi_engine.frontend.interface import EngineError, RankLost
 from dpi_engine.server.app import make_app
 from dpi_engine.server.serving import serve
 from dpi_engine.server.state import STATE
+from free_ports import PORTS
 
 
 def body(**fields: Any) -> dict[str, Any]:
@@ -268,6 +269,28 @@ def test_shutdown_lets_streams_finish() -> None:
             assert events[-1] == "[DONE]" and '"finish_reason":"length"' in events[-2]
             await served
         assert client.finished and not client.aborted
+
+    drive(main)
+
+
+def test_a_server_says_that_it_listens_once_a_connection_is_taken() -> None:
+    async def main() -> None:
+        port, stop, said = PORTS.take(1), asyncio.Event(), []
+
+        def takes_connections() -> bool:
+            with socket.socket() as probe:
+                return probe.connect_ex(("127.0.0.1", port)) == 0
+
+        def on_listening(listens: bool) -> None:
+            said.append((listens, takes_connections()))
+
+        app = make_app(echo_client(), Bundle(), options())
+        served = asyncio.create_task(serve(app, "127.0.0.1", port, stop=stop, on_listening=on_listening))
+        await until(lambda: len(said) == 1, "it never listened")
+        stop.set()
+        await served
+        assert said == [(True, True), (False, True)]
+        assert not takes_connections()
 
     drive(main)
 

@@ -97,14 +97,12 @@ class ApiProcess:
             self.metrics.watch(self.client.counters)
             app = make_app(self.client, bundle, self.settings, self.metrics)
             host = PodIdentity.from_env(os.environ).http_host(self.settings.host)
-            self.report.listening = True
-            await serve(app, host, self.spec.port, reuse_port=True, stop=self.stop)
+            await serve(app, host, self.spec.port, reuse_port=True, stop=self.stop, on_listening=self._on_listening)
         except OSError as e:
             where = f"{self.settings.host or ''}:{self.spec.port}"
             log.error("cannot listen on %s (--host, --port): %s", where, e.strerror or e)
             return EXIT_REFUSED
         finally:
-            self.report.listening = False
             await self.client.close()
             await self.control.close()
         return EXIT_OK
@@ -137,6 +135,9 @@ class ApiProcess:
             await self.client.wait_ready(INTRODUCTIONS_S, self._ready_at_head)
 
     # -- launcher ----------------------------------------------------------------------------------------------------
+
+    def _on_listening(self, listens: bool) -> None:
+        self.report.listening = listens
 
     def _make_report(self) -> ApiReport:
         report = self.report

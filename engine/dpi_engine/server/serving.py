@@ -7,7 +7,7 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 from aiohttp import web
 
@@ -86,8 +86,11 @@ async def serve(
     *,
     sock: socket.socket | None = None,
     stop: asyncio.Event | None = None,
+    on_listening: Callable[[bool], None] = lambda listens: None,
 ) -> None:
     """Serve until `stop` is set or SIGTERM or SIGINT comes, then drain; a second signal cuts the drain short.
+
+    `on_listening` is called with True once connections are taken, with False before that ends.
 
     During the drain the listening socket is closed, /health answers 503 on connections that are still open, and streams
     have the settings' `shutdown_timeout` to finish; those that do not get an error event.
@@ -111,7 +114,9 @@ async def serve(
     try:
         async with listening(app, host, port, reuse_port=reuse_port, sock=sock) as (where, at):
             log.info("listening on %s port %d", where, at)
+            on_listening(True)
             await stop.wait()
+            on_listening(False)
             log.info("shutting down: %d requests are being answered", len(state.active))
     finally:
         for number in handled:
