@@ -75,7 +75,7 @@ def check_linear(isa, dtype, n, inputs, outputs, with_bias):
 
 
 @kinds
-@pytest.mark.parametrize("n", [0, 1, 2, 3, 4, 5, 6, 7, 13, 97, 200])
+@pytest.mark.parametrize("n", [0, 1, 2, 3, 4, 5, 6, 7, 13, 16, 17, 32, 33, 97, 200])
 @pytest.mark.parametrize(("inputs", "outputs"), [(576, 192), (1, 1), (7, 33), (100, 80), (81, 15)])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_linear(isa, dtype, n, inputs, outputs, with_bias):
@@ -86,7 +86,12 @@ def test_linear(isa, dtype, n, inputs, outputs, with_bias):
 @pytest.mark.parametrize("n", [1, 5, 40])
 def test_linear_deeper_than_one_part(isa, dtype, n):
     """Sums that are put away between two parts of the inputs."""
-    check_linear(isa, dtype, n, 4097, 81, with_bias=True)
+    check_linear(isa, dtype, n, 8225, 81, with_bias=True)
+
+
+@kinds
+def test_linear_of_more_rows_than_stay_in_a_cache(isa, dtype):
+    check_linear(isa, dtype, 1050, 80, 40, with_bias=True)
 
 
 def check_gated(isa, dtype, n, inputs, inner, with_bias):

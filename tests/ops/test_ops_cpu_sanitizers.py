@@ -24,7 +24,7 @@ REPORTED = 99
 NOT_OF = {
     "avx2": {"dpi_linear_dot", "dpi_linear_int8", "dpi_int8_room", "dpi_pack_int8"},
     "avx512bf16": {"dpi_linear"},
-    "amx": {"dpi_linear", "dpi_linear_dot"},
+    "amx": {"dpi_linear"},
 }
 """Functions that the backend does not call on an instruction set."""
 

@@ -3,8 +3,7 @@
 | dtype    | instruction set | weights                 | activations | KV cache |
 |----------|-----------------|-------------------------|-------------|----------|
 | float32  | any             | float32, oneDNN         | float32     | float32  |
-| bfloat16 | amx             | bfloat16, oneDNN        | bfloat16    | bfloat16 |
-| bfloat16 | avx512bf16      | bfloat16, own panels    | bfloat16    | bfloat16 |
+| bfloat16 | amx, avx512bf16 | bfloat16, own panels    | bfloat16    | bfloat16 |
 | bfloat16 | avx2            | bfloat16, own panels    | float32     | bfloat16 |
 | bfloat16 | amx, avx512bf16 | int8, own panels        | bfloat16    | bfloat16 |
 

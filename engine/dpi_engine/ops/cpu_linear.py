@@ -124,7 +124,7 @@ class Widened(_Panels):
 
 
 class DotProducts(_Panels):
-    """bfloat16 activations, multiplied by the processor as such (native/linear_dot.c)."""
+    """bfloat16 activations, multiplied by the processor as such (native/linear_dot.c, linear_tiles.c)."""
 
     dtype = torch.bfloat16
 
@@ -211,7 +211,7 @@ def linear_kernels(
         return Int8(calls, threads)
     if dtype is torch.bfloat16 and isa == "avx2":
         return Widened(calls, threads)
-    if dtype is torch.bfloat16 and isa == "avx512bf16":
+    if dtype is torch.bfloat16:
         return DotProducts(calls, threads)
     return OneDnn(dtype)
 

@@ -8,6 +8,7 @@
  * form of values; each tile turns a chunk of them into the form of keys first, which costs little beside its products.
  */
 #include "kernels.h"
+#include "tiles.h"
 #include "vec.h"
 #include <stdlib.h>
 
@@ -123,14 +124,7 @@ INLINE void values(const void *const *v, const float *p, float *acc, i64 acc_wid
 
 #ifdef __AMX_BF16__
 /* Tiles 0-3 are sums [16][16] float32; 4 and 5 hold rows [16][32] and pages [16 pairs][16][2]; 6 and 7 the same, 16 deep. */
-static const struct {
-    uint8_t palette, start_row, reserved[14];
-    uint16_t row_bytes[16];
-    uint8_t rows[16];
-} TILE_SHAPES __attribute__((aligned(64))) = {1, 0, {0}, {64, 64, 64, 64, 64, 64, 32, 64}, {16, 16, 16, 16, 16, 16, 16, 8}};
-
-/* The compiler does not know that tile loads read memory. */
-#define MEMORY_IS_READ __asm__ volatile("" ::: "memory")
+static const tile_shapes TILE_SHAPES = {1, 0, {0}, {64, 64, 64, 64, 64, 64, 32, 64}, {16, 16, 16, 16, 16, 16, 16, 8}};
 
 /* As `scores`, for ROWS rows of q [ROWS][dim] and dim a multiple of 16. */
 static __attribute__((noinline)) void scores_by_tiles(const void *const *k, float *s, const b16 *q, int dim, int pages) {

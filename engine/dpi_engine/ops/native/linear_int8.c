@@ -12,6 +12,7 @@
  * Tiles and the passing of panels are as in linear_dot.c. Integers add up exactly in any order: results do not depend on
  * threads or on the other rows.
  */
+#include "ahead.h"
 #include "kernels.h"
 #include "vec.h"
 
@@ -43,12 +44,6 @@ typedef struct {
     i64 n, in, out, ldx;
     int gated;
 } int8_args;
-
-/* What is asked for while a tile is computed: `lines` cache lines in every UNROLL quads. */
-typedef struct {
-    const char *at, *end;
-    int lines;
-} ahead;
 
 /* Bytes of a quantized row: whole cache lines, and one more so that rows do not fall on the same places of a cache. */
 INLINE i64 row_bytes(i64 in) { return round_up(in, 64) + 64; }
@@ -160,15 +155,13 @@ INLINE void tile(const int8_args *a, i64 row, i64 panel, i64 from, i64 to, int32
     const i64 ldx = a->ldx, stride = round_up(a->in, DEEP) * PANEL, quads = round_up(to - from, DEEP) / 4;
     const uint8_t *w = a->w + panel * stride + from * PANEL;
     const int8_t *x = a->x + row * ldx + from;
-    const char *at = next->at;
-    const int lines = next->lines;
+    ahead asked = *next;
     vi sums[ROWS][PANELS];
     for (int r = 0; r < nr; ++r)
         for (int j = 0; j < np; ++j)
             sums[r][j] = from ? v_ldi(kept + (r * PANELS + j) * PANEL) : _mm512_set1_epi32(a->form[row + r].start);
     for (i64 i = 0; i < quads; i += UNROLL) { /* beyond the inputs are zeros */
-        for (int l = 0; l < lines; ++l) __builtin_prefetch(at + l * 64, 0, 2);
-        at += lines * 64;
+        ask_ahead(&asked, asked.panels, asked.lines);
         for (int u = 0; u < UNROLL; ++u) {
             vi col[PANELS];
             __asm__ volatile("" ::: "memory"); /* loads brought forward would push sums out of registers */
@@ -179,7 +172,7 @@ INLINE void tile(const int8_args *a, i64 row, i64 panel, i64 from, i64 to, int32
             }
         }
     }
-    next->at = at < next->end ? at : next->end;
+    next->at = asked.at;
     for (int r = 0; r < nr; ++r)
         for (int j = 0; j < np; ++j) _mm512_storeu_si512(kept + (r * PANELS + j) * PANEL, sums[r][j]);
 }
@@ -237,9 +230,7 @@ static void groups(const int8_args *a, i64 begin, i64 end) {
             const int np = (int)min_i64(PANELS, end - p);
             for (i64 from = 0; from < K; from += DEPTH) {
                 const i64 to = min_i64(K, from + DEPTH);
-                const int whole = K <= DEPTH && p + np < end;
-                ahead next = {(const char *)(a->w + (p + np) * stride), (const char *)(a->w + end * stride),
-                              whole ? (int)((UNROLL * PANELS + blocks - 1) / blocks) : 0};
+                ahead next = next_panels(a->w, stride, p + np, K <= DEPTH ? end : 0, blocks, np, UNROLL);
                 for (i64 b = 0; b < blocks; ++b) {
                     const i64 top = rows * b / blocks, bottom = rows * (b + 1) / blocks; /* tiles of even height */
                     any_tile(a, r0 + top, p, from, to, kept[b], &next, (int)(bottom - top), np);
