@@ -74,6 +74,28 @@ def slug(machine: dict[str, Any]) -> str:
     return f"{maker}-{best.replace('_', '-')}-{usable_cpus()}cores"
 
 
+QUIET_SHARE, QUIET_S, QUIET_PATIENCE_S = 0.1, 0.3, 10.0
+
+
+def _busy() -> float:
+    """Seconds of all processors so far that were not idle."""
+    values = [int(v) for v in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    return (sum(values) - values[3] - values[4]) / os.sysconf("SC_CLK_TCK")
+
+
+def until_quiet() -> bool:
+    """Wait until the processors are idle for QUIET_S, so that a round meets nothing of the one before: teams of threads
+    spin for a while when their work is done, on the cores of whoever comes next. False after QUIET_PATIENCE_S.
+    """
+    end = time.monotonic() + QUIET_PATIENCE_S
+    while time.monotonic() < end:
+        at, busy = time.monotonic(), _busy()
+        time.sleep(QUIET_S)
+        if (_busy() - busy) / (time.monotonic() - at) <= QUIET_SHARE * (os.cpu_count() or 1):
+            return True
+    return False
+
+
 class Others:
     """Share of the processors that processes other than those of the benchmark used, 0 to 1, over a with block.
 
@@ -84,17 +106,11 @@ class Others:
         self._mine = mine
         self.share = 0.0
 
-    @staticmethod
-    def _busy() -> float:
-        values = [int(v) for v in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
-        idle = values[3] + values[4]
-        return (sum(values) - idle) / os.sysconf("SC_CLK_TCK")
-
     def __enter__(self) -> Others:
-        self._start = time.monotonic(), self._busy(), self._mine()
+        self._start = time.monotonic(), _busy(), self._mine()
         return self
 
     def __exit__(self, *exc: object) -> None:
         at, busy, mine = self._start
         seconds = (time.monotonic() - at) * (os.cpu_count() or 1)
-        self.share = max(0.0, (self._busy() - busy - (self._mine() - mine)) / seconds)
+        self.share = max(0.0, (_busy() - busy - (self._mine() - mine)) / seconds)

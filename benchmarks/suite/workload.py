@@ -13,7 +13,7 @@ import uvloop
 from dpi_engine.tools.load import summary
 from suite.client import completion_body, run_round
 from suite.figures import Measure
-from suite.machine import Others
+from suite.machine import Others, until_quiet
 from suite.servers import Server
 
 OUTPUT_RATE = Measure("output_tok_s", "out tok/s", "tok/s", higher=True)
@@ -86,6 +86,7 @@ def agreement(mine: Sequence[str], theirs: Sequence[str], characters: int = AGRE
 def play(server: Server, model: str, prompts: Sequence[Any], shape: Shape, real_model: bool = True) -> Outcome:
     """Send the prompts, `shape.streams` at a time. Raises NotSane for any failed or senseless answer."""
     bodies = [completion_body(model, prompt, shape.output_tokens) for prompt in prompts]
+    until_quiet()
     before = server.cpu_seconds()
 
     def mine() -> float:
