@@ -64,6 +64,31 @@ def test_a_long_prompt_is_computed_in_chunks_and_speaks_after_the_last() -> None
     bench.drain()
 
 
+@pytest.mark.parametrize(
+    ("first", "lengths", "steps"),
+    [
+        (None, [20, 20, 20], [{"a": 20, "b": 20, "c": 20}]),
+        (100, [20, 20, 20], [{"a": 20, "b": 20, "c": 20}]),
+        (30, [20, 20, 20], [{"a": 20, "b": 10}, {"a": 1, "b": 10, "c": 20}]),
+        (20, [20, 20, 20], [{"a": 20}, {"a": 1, "b": 20, "c": 20}]),
+        (5, [20, 20, 20], [{"a": 20}, {"a": 1, "b": 20, "c": 20}]),
+        (0, [70, 20, 20], [{"a": 64}, {"a": 6, "b": 20, "c": 20}]),
+    ],
+)
+def test_the_first_answer_to_a_burst_waits_for_few_of_the_prompts_behind_it(
+    first: int | None, lengths: list[int], steps: list[dict[str, int]]
+) -> None:
+    bench = Bench(config(max_num_batched_tokens=64, max_model_len=100))
+    for i, length in enumerate(lengths):
+        bench.add_prompt("abc"[i], list(range(i, i + length)), max_tokens=9)
+    for step in steps:
+        plan = bench.scheduler.schedule(0.0, first)
+        assert plan is not None and plan.num_tokens == sum(step.values())
+        bench.finish(plan)
+        assert work_of(bench, plan) == step
+    bench.drain()
+
+
 def test_running_sequences_get_their_token_before_any_prompt() -> None:
     bench = Bench(config(max_num_batched_tokens=16))
     bench.add_prompt("a", [1, 2], max_tokens=20)

@@ -19,6 +19,12 @@ log = logging.getLogger(__name__)
 MAX_FAILED_STEPS = 3
 """Steps in a row that may fail before the engine counts as broken."""
 
+FIRST_STEP_S = 0.25
+"""Seconds for which the first answer to a burst of prompts may wait for others that are computed with it."""
+
+RATED_TOKENS = 64
+"""A step of fewer tokens says nothing about what one of a prompt takes."""
+
 
 class Executor(Protocol):
     """What runs the steps (worker.runner.Runner)."""
@@ -66,6 +72,7 @@ class EngineCore:
         """The last step failed, its requests with it."""
         self._abandoned: StepPlan | None = None  # could not be finished with the other ranks; is computed again
         self._failed_in_a_row = 0
+        self._token_s = 0.0  # what a token of a prompt takes; 0: not known yet
 
     def add(self, request: EngineCoreRequest, now: float) -> None:
         """Queue a request. Raises RequestRefused (validation.py), and is then as before."""
@@ -95,7 +102,7 @@ class EngineCore:
         self.computed = self.failed = False
         plan = self._abandoned
         if plan is None and self.has_work():
-            plan = self.scheduler.schedule(now)
+            plan = self.scheduler.schedule(now, self._first_tokens())
         if plan is None:
             return StepOutputs(finished=self.scheduler.take_finished())
         scheduled = time.perf_counter()
@@ -118,10 +125,17 @@ class EngineCore:
         computed = time.perf_counter()
         out = self.scheduler.apply(plan, result, now)
         parts = self.runner.times
+        if plan.num_tokens >= RATED_TOKENS:
+            took = parts.forward / plan.num_tokens
+            self._token_s = (self._token_s + took) / 2 if self._token_s else took
         self.times = CoreTimes(
             scheduled - start, parts.prepare, parts.forward, parts.sample, time.perf_counter() - computed
         )
         return out
+
+    def _first_tokens(self) -> int | None:
+        """How many tokens of prompts this rank computes within FIRST_STEP_S."""
+        return int(FIRST_STEP_S / self._token_s) if self._token_s else None
 
     def settle(self, now: float) -> None:
         """Have no step on the device when this returns; here there never is (see core/ahead.py)."""

@@ -122,8 +122,12 @@ class Scheduler:
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
-    def schedule(self, now: float) -> StepPlan | None:
-        """The next step, or None if there is nothing to do. Raises RuntimeError while a plan is in flight."""
+    def schedule(self, now: float, first: int | None = None) -> StepPlan | None:
+        """The next step, or None if there is nothing to do. Raises RuntimeError while a plan is in flight.
+
+        `first`: tokens of a step that nothing runs in yet. To the first prompt, however long, others are added up to
+        these, so that its answer does not wait for all that arrived with it.
+        """
         if self._flight:
             step = self._flight[0][0].step
             raise RuntimeError(f"step {step} is in flight: apply its result before the next schedule")
@@ -140,10 +144,10 @@ class Scheduler:
             fresh = request.block_ids[request.num_sent :]
             budget -= self._plan_chunk(request, fresh, budget, work, requests)
         new: list[NewSequence] = []
-        budget = self._admit(budget, work, requests, new, now)
+        self._admit(budget, None if work else first, work, requests, new, now)
         if not work:
             return None
-        return self._launch(work, requests, new, self.config.max_num_batched_tokens - budget)
+        return self._launch(work, requests, new, sum(w.count for w in work))
 
     def schedule_ahead(self, now: float) -> StepPlan | None:
         """The step after the one in flight, whose result is not known: one more token of each sequence that it samples
@@ -374,9 +378,15 @@ class Scheduler:
         return count
 
     def _admit(
-        self, budget: int, work: list[SequenceWork], requests: list[Request], new: list[NewSequence], now: float
-    ) -> int:
-        """Take preempted, then waiting requests into the batch while budget, slots and blocks last; returns the budget.
+        self,
+        budget: int,
+        first: int | None,
+        work: list[SequenceWork],
+        requests: list[Request],
+        new: list[NewSequence],
+        now: float,
+    ) -> None:
+        """Take preempted, then waiting requests into the batch while budget, slots and blocks last.
 
         Stops at the first that does not fit: one with large needs is not passed for ever by those behind it.
         """
@@ -406,8 +416,10 @@ class Scheduler:
                     seed=request.seed,
                 )
             )
-            budget -= self._plan_chunk(request, [], budget, work, requests)
-        return budget
+            count = self._plan_chunk(request, [], budget, work, requests)
+            budget -= count
+            if first is not None:
+                budget, first = min(budget, first - count), None
 
     def _next_queue(self) -> WaitingQueue | None:
         """The queue whose first request comes next. Paused, only what has begun goes on."""
