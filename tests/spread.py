@@ -53,6 +53,8 @@ def part_of(nodeid: str) -> str:
     for together in (SERVICE, API_SERVER):
         if file in together:
             return together[0]
+    if file.startswith("tests/e2e/"):
+        return "tests/e2e"  # one run at a time on a cluster
     return nodeid if file in ALONE else file
 
 

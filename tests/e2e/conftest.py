@@ -8,9 +8,12 @@ A KUBECONFIG without E2E=1 is left alone, so that a test run never touches a clu
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import hashlib
 import os
 import re
 import subprocess
+import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -51,8 +54,20 @@ def _make(target: str) -> None:
         pytest.fail(f"`make {target}` failed: {(done.stdout + done.stderr)[-3000:]}")
 
 
+@contextlib.contextmanager
+def alone(kubeconfig: Path) -> Iterator[None]:
+    """One run at a time on a cluster: tests stop its API server and its nodes."""
+    name = hashlib.sha256(str(kubeconfig.resolve()).encode()).hexdigest()[:16]
+    with (Path(tempfile.gettempdir()) / f"dpi-e2e-{os.getuid()}-{name}.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _need(f"other end-to-end tests of this machine use the cluster of {kubeconfig} ({lock.name} is locked)")
+        yield
+
+
 @pytest.fixture(scope="session")
-def cluster() -> Cluster:
+def cluster() -> Iterator[Cluster]:
     given = os.environ.get("KUBECONFIG")
     if WANTED and given:
         kubeconfig, local = Path(given), Path(given) == STATE / "admin.conf"
@@ -67,11 +82,12 @@ def cluster() -> Cluster:
         _need("no kubectl in the cache or in PATH")
         raise AssertionError
     found = Cluster(kubeconfig, binary, local)
-    try:
-        found.kubectl("get", "--raw", "/readyz", timeout_s=20)
-    except KubectlFailed as error:
-        _need(f"the cluster of {kubeconfig} does not answer: {error}")
-    return found
+    with alone(kubeconfig):
+        try:
+            found.kubectl("get", "--raw", "/readyz", timeout_s=20)
+        except KubectlFailed as error:
+            _need(f"the cluster of {kubeconfig} does not answer: {error}")
+        yield found
 
 
 def _image(cluster: Cluster, variable: str, name: str) -> str:
