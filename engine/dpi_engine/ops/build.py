@@ -39,13 +39,13 @@ COMMON_FLAGS = (
 )
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mavx512vnni")
-ISA_FLAGS = {"amx": (*_AVX512, "-mamx-tile", "-mamx-bf16"), "avx512bf16": _AVX512, "avx2": _AVX2}
+ISA_FLAGS = {"amx": (*_AVX512, "-mamx-tile", "-mamx-bf16", "-mamx-int8"), "avx512bf16": _AVX512, "avx2": _AVX2}
 """Instruction sets, best first. Explicit, never the building machine's: images are built elsewhere."""
 
 _AVX2_FEATURES = ("avx2", "fma", "f16c")
 _AVX512_FEATURES = (*_AVX2_FEATURES, "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni")
 ISA_FEATURES = {
-    "amx": (*_AVX512_FEATURES, "amx_tile", "amx_bf16"),
+    "amx": (*_AVX512_FEATURES, "amx_tile", "amx_bf16", "amx_int8"),
     "avx512bf16": _AVX512_FEATURES,
     "avx2": _AVX2_FEATURES,
 }

@@ -13,37 +13,18 @@
  * threads or on the other rows.
  */
 #include "ahead.h"
+#include "int8.h"
 #include "kernels.h"
 #include "vec.h"
 
 #if VW == 16 && defined(__AVX512VNNI__)
-#define PANEL 16
-#define PANELS 4
 #define ROWS 6
 #define ROW_BLOCK 192 /* rows that stay in the second-level cache while the panels pass by */
 #define DEPTH 4096    /* inputs of a part: a group of panels of that depth is 256 KiB */
-#define UNROLL 4      /* quads of inputs between two requests for weights to come */
-#define DEEP (4 * UNROLL)
-#define APART 4       /* inputs of a row that may exceed 8 bits */
-#define MOST_STEEP 64 /* by how much they may */
+#define UNROLL 4      /* quads of inputs between two requests for weights to come: DEEP inputs */
+#define MOST_STEEP 64 /* by how much some of a row may exceed 8 bits */
 #define LEAST 0x0880  /* 2^-110 as bfloat16: a row of nothing larger counts as zero, its scale could not be inverted */
 #define INFINITE 0x7f80
-
-/* A quantized row: x ~ scale * n; sums of its products start at `start`. n is q, and at the inputs `at` q + rest. */
-typedef struct {
-    float scale;
-    int32_t start, at[APART], rest[APART];
-} row_form;
-
-typedef struct {
-    const int8_t *x;
-    const row_form *form;
-    const uint8_t *w;
-    const float *scale, *bias;
-    b16 *y;
-    i64 n, in, out, ldx;
-    int gated;
-} int8_args;
 
 /* Bytes of a quantized row: whole cache lines, and one more so that rows do not fall on the same places of a cache. */
 INLINE i64 row_bytes(i64 in) { return round_up(in, 64) + 64; }
@@ -177,43 +158,6 @@ INLINE void tile(const int8_args *a, i64 row, i64 panel, i64 from, i64 to, int32
         for (int j = 0; j < np; ++j) _mm512_storeu_si512(kept + (r * PANELS + j) * PANEL, sums[r][j]);
 }
 
-/* sum + what exceeds 8 bits in a row, times the weights of a panel. */
-INLINE vi with_rest(vi sum, const row_form *form, const uint8_t *w, const vi pick[APART], const vi rest[APART]) {
-    for (int t = 0; t < APART; ++t)
-        sum = _mm512_dpwssd_epi32(sum, _mm512_shuffle_epi8(v_ldi(w + form->at[t] / 4 * PANEL * 4), pick[t]), rest[t]);
-    return sum;
-}
-
-/* From the sums of a tile to its outputs. */
-static void finish(const int8_args *a, i64 row, i64 panel, const int32_t *kept, int nr, int np) {
-    const i64 stride = round_up(a->in, DEEP) * PANEL;
-    const int each = a->gated ? 2 : 1;
-    const int zero = (int)0x80808000u;
-    const vi first = _mm512_broadcast_i32x4(_mm_setr_epi32(zero, zero + 4, zero + 8, zero + 12));
-    for (int r = 0; r < nr; ++r) {
-        const row_form *form = a->form + row + r;
-        const vf by = v_set(form->scale);
-        vi pick[APART], rest[APART];
-        for (int t = 0; t < APART; ++t) { /* one byte of each four, as the lower half of 32 bits; the rest zero */
-            pick[t] = _mm512_add_epi8(first, _mm512_set1_epi32(form->at[t] % 4));
-            rest[t] = _mm512_set1_epi32(form->rest[t] & 0xffff);
-        }
-        for (int j = 0; j < np; j += each) {
-            const i64 at = (panel + j) * PANEL, column = at / each;
-            const int left = (int)min_i64(PANEL, a->out - column), have = a->gated ? PANEL : left;
-            vf y[2];
-            for (int k = 0; k < each; ++k) {
-                const vi kept_sum = v_ldi(kept + (r * PANELS + j + k) * PANEL);
-                const vi sum = with_rest(kept_sum, form, a->w + (panel + j + k) * stride, pick, rest);
-                const vf bias = a->bias ? v_ldfn(a->bias + at + k * PANEL, have) : v_zero();
-                y[k] = v_fma(_mm512_cvtepi32_ps(sum), v_mul(by, v_ldfn(a->scale + at + k * PANEL, have)), bias);
-            }
-            if (a->gated) y[0] = v_mul(v_silu(y[0]), y[1]);
-            v_stbn(a->y + (row + r) * a->out + column, y[0], left);
-        }
-    }
-}
-
 #define CASE(R, P) case (R) * 8 + (P): tile(a, row, panel, from, to, kept, next, R, P); break;
 #define CASES(R) CASE(R, 1) CASE(R, 2) CASE(R, 3) CASE(R, 4)
 
@@ -241,8 +185,18 @@ static void groups(const int8_args *a, i64 begin, i64 end) {
     }
 }
 
-static void plain_groups(void *ctx, i64 begin, i64 end) { groups(ctx, begin, end); }
-static void gated_groups(void *ctx, i64 begin, i64 end) { groups(ctx, 2 * begin, 2 * end); }
+static void any_groups(const int8_args *a, i64 begin, i64 end) {
+#ifdef __AMX_INT8__
+    if (a->n > 1 && a->in % INT8_TILE_DEEP == 0) {
+        int8_tile_groups(a, begin, end);
+        return;
+    }
+#endif
+    groups(a, begin, end);
+}
+
+static void plain_groups(void *ctx, i64 begin, i64 end) { any_groups(ctx, begin, end); }
+static void gated_groups(void *ctx, i64 begin, i64 end) { any_groups(ctx, 2 * begin, 2 * end); }
 
 /* x [n, in] bfloat16; w and scale by dpi_pack_int8; bias [out] float32 or NULL -> y [n, out] bfloat16. Gated, packed rows,
  * scales and bias are 16 of G, 16 of U and so on, [2 round_up(out, 16)] in all. `room`: n dpi_int8_room(in) bytes for
