@@ -64,7 +64,9 @@ def check(isa, n, inputs, outputs, with_bias, gated=False, steep=30.0):
 
 @isas
 @pytest.mark.parametrize("n", [0, 1, 2, 5, 6, 7, 13, 16, 17, 33, 97, 200])
-@pytest.mark.parametrize("shape", [(576, 192), (1, 1), (4, 3), (7, 33), (100, 80), (81, 15), (1536, 50), (4097, 24), (9000, 70)])
+@pytest.mark.parametrize(
+    "shape", [(576, 192), (1, 1), (4, 3), (7, 33), (100, 80), (81, 15), (1536, 50), (4097, 24), (9000, 70)]
+)
 @pytest.mark.parametrize("gated", [False, True])
 def test_integers_of_8_bits_are_multiplied_exactly(isa, n, shape, gated):
     """Odd widths, tiles of every height, and sums that are put away between two parts of the inputs."""
