@@ -185,9 +185,12 @@ static void groups(const int8_args *a, i64 begin, i64 end) {
     }
 }
 
+/* Fewer rows are as fast by quads. */
+#define FEWEST_TILE_ROWS 8
+
 static void any_groups(const int8_args *a, i64 begin, i64 end) {
 #ifdef __AMX_INT8__
-    if (a->n > 1 && a->in % INT8_TILE_DEEP == 0) {
+    if (a->n >= FEWEST_TILE_ROWS && a->in % INT8_TILE_DEEP == 0) {
         int8_tile_groups(a, begin, end);
         return;
     }
