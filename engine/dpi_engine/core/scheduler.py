@@ -144,10 +144,10 @@ class Scheduler:
             fresh = request.block_ids[request.num_sent :]
             budget -= self._plan_chunk(request, fresh, budget, work, requests)
         new: list[NewSequence] = []
-        self._admit(budget, None if work else first, work, requests, new, now)
+        budget -= self._admit(budget, None if work else first, work, requests, new, now)
         if not work:
             return None
-        return self._launch(work, requests, new, sum(w.count for w in work))
+        return self._launch(work, requests, new, self.config.max_num_batched_tokens - budget)
 
     def schedule_ahead(self, now: float) -> StepPlan | None:
         """The step after the one in flight, whose result is not known: one more token of each sequence that it samples
@@ -385,12 +385,14 @@ class Scheduler:
         requests: list[Request],
         new: list[NewSequence],
         now: float,
-    ) -> None:
-        """Take preempted, then waiting requests into the batch while budget, slots and blocks last.
+    ) -> int:
+        """Take preempted, then waiting requests into the batch while budget, slots and blocks last; returns the tokens
+        planned. `first` as for `schedule`.
 
         Stops at the first that does not fit: one with large needs is not passed for ever by those behind it.
         """
-        while budget > 0 and self._free_slots:
+        planned = 0
+        while planned < budget and self._free_slots:
             queue = self._next_queue()
             if queue is None:
                 break
@@ -416,10 +418,10 @@ class Scheduler:
                     seed=request.seed,
                 )
             )
-            count = self._plan_chunk(request, [], budget, work, requests)
-            budget -= count
+            planned += self._plan_chunk(request, [], budget - planned, work, requests)
             if first is not None:
-                budget, first = min(budget, first - count), None
+                budget, first = min(budget, first), None  # the first prompt has all it needs
+        return planned
 
     def _next_queue(self) -> WaitingQueue | None:
         """The queue whose first request comes next. Paused, only what has begun goes on."""

@@ -67,13 +67,14 @@ class LinearKernels(ABC):
 
 
 class OneDnn(LinearKernels):
-    """oneDNN's prepacked linears, through operators of torch; its ordinary linears where those do not work."""
+    """oneDNN's prepacked linears in float32, through operators of torch; its ordinary ones where those do not work."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-        self._prepack = prepacked_work(dtype)
+    dtype = torch.float32
+
+    def __init__(self) -> None:
+        self._prepack = prepacked_work()
         if not self._prepack:
-            log.warning("torch %s has no prepacked %s linears that work: they will be slower", torch.__version__, dtype)
+            log.warning("torch %s has no prepacked linears that work: they will be slower", torch.__version__)
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
         outputs, inputs = weight.shape
@@ -209,11 +210,9 @@ def linear_kernels(
                 f"{quantization} linears need avx512_vnni and avx512_bf16, these kernels are for {isa}: {_INSTEAD}"
             )
         return Int8(calls, threads)
-    if dtype is torch.bfloat16 and isa == "avx2":
-        return Widened(calls, threads)
-    if dtype is torch.bfloat16:
-        return DotProducts(calls, threads)
-    return OneDnn(dtype)
+    if dtype is torch.float32:
+        return OneDnn()
+    return Widened(calls, threads) if isa == "avx2" else DotProducts(calls, threads)
 
 
 def _round_up(n: int, to: int) -> int:
@@ -228,21 +227,20 @@ def _take_turns(rows: Tensor) -> Tensor:
     return out.unflatten(1, (-1, PANEL)).transpose(0, 1).flatten(0, 2).contiguous()
 
 
-def prepacked_work(dtype: torch.dtype) -> bool:
+def prepacked_work() -> bool:
     """These operators of torch are private, so they are tried before they are trusted."""
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(40, 72, generator=generator).to(dtype)
-    bias = torch.randn(40, generator=generator).to(dtype)
+    weight = torch.randn(40, 72, generator=generator)
+    bias = torch.randn(40, generator=generator)
     try:
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
         for n in (1, 5):
-            x = torch.randn(n, 72, generator=generator).to(dtype)
+            x = torch.randn(n, 72, generator=generator)
             got = torch.ops.mkldnn._linear_pointwise.default(x, packed, bias, "none", [], "")
-            want = F.linear(x.float(), weight.float(), bias.float())
-            tolerance = 1e-4 if dtype is torch.float32 else 0.25
-            if got.shape != want.shape or not torch.allclose(got.float(), want, rtol=0.01, atol=tolerance):
+            want = F.linear(x, weight, bias)
+            if got.shape != want.shape or not torch.allclose(got, want, rtol=0.01, atol=1e-4):
                 return False
     except (RuntimeError, AttributeError, TypeError) as error:
-        log.debug("prepacked linear, %s: %s", dtype, error)
+        log.debug("prepacked linear: %s", error)
         return False
     return True

@@ -22,9 +22,9 @@ INLINE ahead next_panels(const void *w, i64 bytes, i64 panel, i64 end, i64 block
     return next;
 }
 
-INLINE void ask_ahead(ahead *next, const int panels, const int lines) {
-    for (int j = 0; j < panels; ++j)
-        for (int l = 0; l < lines; ++l) __builtin_prefetch(next->at + j * next->apart + 64 * l, 0, 2);
-    next->at += 64 * lines;
+INLINE void ask_ahead(ahead *next) {
+    for (int j = 0; j < next->panels; ++j)
+        for (int l = 0; l < next->lines; ++l) __builtin_prefetch(next->at + j * next->apart + 64 * l, 0, 2);
+    next->at += 64 * next->lines;
 }
 #endif

@@ -44,7 +44,8 @@ INLINE void put_row(const linear_args *a, i64 row, i64 panel, const vf *sums, co
     }
 }
 
-/* All rows times panels [begin, end): by pairs, and where the processor has tiles, by these. */
-void tile_groups(const linear_args *a, i64 begin, i64 end);
+/* All rows times panels [begin, end), by the processor's tiles. */
+void dot_tile_groups(const linear_args *a, i64 begin, i64 end);
+#define DOT_TILE_DEEP 32 /* inputs of a tile */
 #endif
 #endif

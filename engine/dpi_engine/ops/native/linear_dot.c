@@ -28,7 +28,7 @@ INLINE void products(vf sums[ROWS][PANELS], const b16 *x, i64 ldx, const b16 *w,
     ahead asked = *next;
     i64 i = 0;
     for (; i + UNROLL <= pairs; i += UNROLL) {
-        ask_ahead(&asked, asked.panels, asked.lines);
+        ask_ahead(&asked);
         for (int u = 0; u < UNROLL; ++u) {
             __m512bh col[PANELS];
             for (int j = 0; j < np; ++j) col[j] = (__m512bh)v_ldi(w + j * stride + (i + u) * PANEL * 2);
@@ -102,7 +102,7 @@ static void groups(const linear_args *a, i64 begin, i64 end) {
 static void any_groups(const linear_args *a, i64 begin, i64 end) {
 #ifdef __AMX_BF16__
     if (a->n >= FEWEST_TILE_ROWS) {
-        tile_groups(a, begin, end);
+        dot_tile_groups(a, begin, end);
         return;
     }
 #endif

@@ -142,7 +142,7 @@ INLINE void tile(const int8_args *a, i64 row, i64 panel, i64 from, i64 to, int32
         for (int j = 0; j < np; ++j)
             sums[r][j] = from ? v_ldi(kept + (r * PANELS + j) * PANEL) : _mm512_set1_epi32(a->form[row + r].start);
     for (i64 i = 0; i < quads; i += UNROLL) { /* beyond the inputs are zeros */
-        ask_ahead(&asked, asked.panels, asked.lines);
+        ask_ahead(&asked);
         for (int u = 0; u < UNROLL; ++u) {
             vi col[PANELS];
             __asm__ volatile("" ::: "memory"); /* loads brought forward would push sums out of registers */
