@@ -24,12 +24,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import zmq
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "engine")]
 
-from suite.servers import SMOLLM2  # noqa: E402
+from suite.served import texts_of  # noqa: E402
+from suite.servers import SMOLLM2, free_ports  # noqa: E402
 from suite.texts import Texts  # noqa: E402
 
 from dpi_engine.config.sources import default_cache_dir, resolve_model  # noqa: E402
@@ -162,6 +164,7 @@ def measure(
 ) -> dict[str, float]:
     """Medians over the rounds: microseconds of the server's CPU per token and per step, user's share, per request."""
     per_token, users, starts = [], [], []
+    process = psutil.Process(pid)
     for _ in range(rounds):
         prompts = texts.take(streams, 128)
         bodies = [
@@ -173,13 +176,13 @@ def measure(
         engine.take(streams)
         engine.step(0, False)
         clients.wait(EVENT)
-        before, user = time.clock_gettime(cpu_clock(pid)), user_s(pid)
+        before, user = time.clock_gettime(cpu_clock(pid)), process.cpu_times().user
         for step in range(1, steps - 1):
             time.sleep(pause_s)
             engine.step(step, False)
             clients.wait(EVENT)
         spent = time.clock_gettime(cpu_clock(pid)) - before
-        users.append((user_s(pid) - user) / max(spent, 1e-9))
+        users.append((process.cpu_times().user - user) / max(spent, 1e-9))
         per_token.append(spent / (streams * (steps - 2)) * 1e6)
         engine.step(steps - 1, True)
         clients.wait(LAST)
@@ -197,12 +200,6 @@ def measure(
     }
 
 
-def user_s(pid: int) -> float:
-    """User time of a process, in ticks of the kernel."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return int(fields[11]) / os.sysconf("SC_CLK_TCK")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 32, 64])
@@ -215,10 +212,7 @@ def main() -> None:
     if args.serve:
         serve(args.serve[0], int(args.serve[1]), args.loop)
         return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    texts = Texts(load_tokenizer(resolve_model(SMOLLM2, default_cache_dir(os.environ, Path.home()))).tokenizer)
+    port, texts = free_ports(1), texts_of(SMOLLM2)
     heads = ("streams", "us/token", "best", "tok/s core", "us/step", "user", "us/request")
     print("  ".join(f"{head:>10}" for head in heads))
     with tempfile.TemporaryDirectory() as folder:

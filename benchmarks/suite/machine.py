@@ -83,17 +83,17 @@ def _busy() -> float:
     return (sum(values) - values[3] - values[4]) / os.sysconf("SC_CLK_TCK")
 
 
-def until_quiet() -> bool:
+def until_quiet() -> None:
     """Wait until the processors are idle for QUIET_S, so that a round meets nothing of the one before: teams of threads
-    spin for a while when their work is done, on the cores of whoever comes next. False after QUIET_PATIENCE_S.
+    spin for a while when their work is done, on the cores of whoever comes next. Gives up after QUIET_PATIENCE_S: what
+    others take from the round is measured anyway.
     """
     end = time.monotonic() + QUIET_PATIENCE_S
     while time.monotonic() < end:
         at, busy = time.monotonic(), _busy()
         time.sleep(QUIET_S)
         if (_busy() - busy) / (time.monotonic() - at) <= QUIET_SHARE * (os.cpu_count() or 1):
-            return True
-    return False
+            return
 
 
 class Others:
