@@ -10,7 +10,7 @@ from worker_toys import VOCAB, BlindOps, ToyModel, ToyOps, greedy, new, plan, wo
 from dpi_engine.wire.messages import SamplingParams
 from dpi_engine.worker.batch import PlanError
 from dpi_engine.worker.random import uniforms
-from dpi_engine.worker.runner import Runner, RunnerAsleep
+from dpi_engine.worker.runner import CPU_WARM_UP_TOKENS, Runner, RunnerAsleep
 
 
 def make_runner(model=None, ops=None, **more):
@@ -232,7 +232,7 @@ def test_dummy_and_warm_up_leave_batch_and_other_blocks_alone():
     runner.dummy()
     assert (model.steps[-1].slots < 16).all() and len(model.steps) == before + 1
     assert runner.warm_up() > 0
-    assert {s.max_q for s in model.steps[before:]} == {1, 120} and all(
+    assert {s.max_q for s in model.steps[before:]} == {1, CPU_WARM_UP_TOKENS} and all(
         (s.slots < 16).all() for s in model.steps[before:]
     )
     second = runner.execute(plan([work(0, 10, 1)])).token_ids[0]

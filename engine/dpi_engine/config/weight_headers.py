@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 import struct
 from collections.abc import Iterable
 from pathlib import Path
@@ -22,7 +23,6 @@ _GGUF_MAGIC = b"GGUF"
 _GGUF_VERSIONS = (2, 3)
 _SCALAR_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _STRING, _ARRAY = 8, 9
-_CHUNK = 1 << 16
 
 
 def weights_digest(files: Iterable[Path]) -> str:
@@ -79,55 +79,62 @@ def _safetensors(file: BinaryIO, path: Path) -> str:
 
 
 class _Reader:
-    """Reads forward, hashing what it passes, up to a bound."""
+    """Walks the mapped file up to a bound. What it passed is hashed as one piece: a vocabulary has 10**5 strings, and
+    start-up waits for this."""
 
-    def __init__(self, file: BinaryIO, path: Path, bound: int) -> None:
-        self.file = file
-        self.path = path
-        self.left = bound
-        self.hash = hashlib.sha256()
+    def __init__(self, data: mmap.mmap, path: Path) -> None:
+        self.data, self.path, self.at = data, path, 0
+        self._end = min(len(data), MAX_GGUF_HEADER)
 
-    def take(self, count: int) -> bytes:
-        """`count` bytes (small)."""
-        if count > self.left:
-            raise WeightFileError(f"weight file {self.path}: the GGUF header is larger than {MAX_GGUF_HEADER} bytes")
-        data = self.file.read(count)
-        if len(data) < count:
-            raise WeightFileError(f"weight file {self.path}: truncated within its GGUF header. Fetch it again.")
-        self.left -= count
-        self.hash.update(data)
-        return data
+    def skip(self, count: int) -> int:
+        """Pass `count` bytes; returns where they begin."""
+        start = self.at
+        if count > self._end - start:
+            raise self._too_short()
+        self.at = start + count
+        return start
 
-    def skip(self, count: int) -> None:
-        while count > 0:
-            count -= len(self.take(min(count, _CHUNK, max(self.left, 0) + 1)))
+    def _too_short(self) -> WeightFileError:
+        if self._end == MAX_GGUF_HEADER:
+            return WeightFileError(f"weight file {self.path}: the GGUF header is larger than {MAX_GGUF_HEADER} bytes")
+        return WeightFileError(f"weight file {self.path}: truncated within its GGUF header. Fetch it again.")
 
     def number(self, code: str) -> int:
-        size = struct.calcsize(code)
-        return int(struct.unpack("<" + code, self.take(size))[0])
+        code = "<" + code
+        return int(struct.unpack_from(code, self.data, self.skip(struct.calcsize(code)))[0])
 
     def count(self, what: str, limit: int = _MAX_COUNT) -> int:
-        value = self.number("Q")
+        return self._at_most(limit, what, self.number("Q"))
+
+    def _at_most(self, limit: int, what: str, value: int) -> int:
         if value > limit:
             raise WeightFileError(f"weight file {self.path}: malformed: expected at most {limit} {what}, got {value}")
         return value
 
-    def string(self) -> None:
-        self.skip(self.count("bytes of text", MAX_GGUF_HEADER))
+    def strings(self, count: int) -> None:
+        length_of, data, end, at = struct.Struct("<Q").unpack_from, self.data, self._end, self.at
+        for _ in range(count):
+            if at + 8 > end:
+                raise self._too_short()
+            (length,) = length_of(data, at)
+            at += 8 + length
+            if at > end:
+                self._at_most(MAX_GGUF_HEADER, "bytes of text", length)
+                raise self._too_short()
+        self.at = at
 
     def value(self, kind: int) -> None:
         if kind in _SCALAR_BYTES:
             self.skip(_SCALAR_BYTES[kind])
         elif kind == _STRING:
-            self.string()
+            self.strings(1)
         elif kind == _ARRAY:
             item = self.number("I")
             length = self.count("array elements", MAX_GGUF_HEADER)
             if item in _SCALAR_BYTES:
                 self.skip(length * _SCALAR_BYTES[item])
             elif item == _STRING:
-                for _ in range(length):
-                    self.string()
+                self.strings(length)
             else:
                 self._bad_type(item)
         else:
@@ -138,8 +145,17 @@ class _Reader:
 
 
 def _gguf(file: BinaryIO, path: Path) -> str:
-    reader = _Reader(file, path, MAX_GGUF_HEADER)
-    magic = reader.take(4)
+    if _size(path) == 0:
+        raise WeightFileError(f"weight file {path}: it is empty. Fetch it again.")
+    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        end = _header_end(_Reader(data, path))
+        return hashlib.sha256(data[:end]).hexdigest()
+
+
+def _header_end(reader: _Reader) -> int:
+    """Bytes of the header. Raises WeightFileError."""
+    path = reader.path
+    magic = reader.data[: reader.skip(4) + 4]
     if magic != _GGUF_MAGIC:
         raise WeightFileError(f"weight file {path}: not a GGUF file: it starts with {magic!r}")
     version = reader.number("I")
@@ -147,16 +163,16 @@ def _gguf(file: BinaryIO, path: Path) -> str:
         raise WeightFileError(f"weight file {path}: GGUF version {version} is not known; known: 2, 3")
     tensors, keys = reader.count("tensors"), reader.count("metadata keys")
     for _ in range(keys):
-        reader.string()
+        reader.strings(1)
         reader.value(reader.number("I"))
     last = 0
     for _ in range(tensors):
-        reader.string()
+        reader.strings(1)
         dims = reader.number("I")
         if dims > 8:
             raise WeightFileError(f"weight file {path}: malformed: a tensor of {dims} dimensions")
         reader.skip(8 * dims + 4)
         last = max(last, reader.number("Q"))
-    if file.tell() + last > _size(path):
+    if reader.at + last > len(reader.data):
         raise WeightFileError(f"weight file {path}: truncated: tensors start beyond its end. Fetch it again.")
-    return reader.hash.hexdigest()
+    return reader.at

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import mmap
 import os
@@ -126,11 +127,17 @@ def is_gguf(path: str | os.PathLike[str]) -> bool:
 
 
 def read_header(path: str | os.PathLike[str]) -> GgufHeader:
-    """Read metadata and tensor list.
+    """Read metadata and tensor list. Not to be changed by the caller: the last one is kept for those who ask again.
 
     Raises GgufError; OSError when the file cannot be opened.
     """
-    path = Path(path)
+    about = os.stat(path)
+    return _read_header(Path(path), (about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns))
+
+
+@functools.lru_cache(maxsize=1)
+def _read_header(path: Path, identity: tuple[int, ...]) -> GgufHeader:
+    """`identity` changes when the file does."""
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size < 24:

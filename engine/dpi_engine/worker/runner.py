@@ -19,6 +19,9 @@ from dpi_engine.worker.null_step import null_step
 from dpi_engine.worker.sampling import Sampler
 from dpi_engine.worker.slot_params import SlotParams
 
+CPU_WARM_UP_TOKENS = 64
+"""Enough for the kernels of many rows."""
+
 
 class Model(Protocol):
     """What the runner asks of a model."""
@@ -210,9 +213,16 @@ class Runner:
             torch.cuda.synchronize(self._ops.device)
 
     def warm_up(self) -> float:
-        """A largest prefill and a decode over the null block, lest the first request wait for set-up. Seconds taken."""
+        """A prefill and a decode over the null block, lest the first request wait for set-up. Seconds taken.
+
+        The largest prefill where a device chooses kernels by size; a CPU sets up the same for any, and has it to pay
+        for before it is ready.
+        """
         start = time.perf_counter()
-        for tokens in (self._batch.max_tokens, 1):
+        prefill = self._batch.max_tokens
+        if self._ops.device.type == "cpu":
+            prefill = min(prefill, CPU_WARM_UP_TOKENS)
+        for tokens in (prefill, 1):
             self.dummy(min(tokens, self._batch.tokens.shape[1] - 1))
         return time.perf_counter() - start
 
