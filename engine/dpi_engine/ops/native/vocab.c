@@ -41,21 +41,34 @@ INLINE float row_max(const void *x, i64 o, i64 V, const int bf) {
     return bad ? NAN : best;
 }
 
+/* Index of the first element of the row's part that is `best`, or NaN where that is NaN; it is there. */
+INLINE i64 place_of(const void *x, i64 o, i64 V, float best, const int bf) {
+    const i64 full = V / VW * VW;
+    for (i64 i = 0; i < full; i += VW) {
+        vf v = v_load(x, o + i, bf);
+        unsigned hit = best != best ? v_nan(v) : v_equal(v, best);
+        if (hit) return i + __builtin_ctz(hit);
+    }
+    for (i64 i = full; i < V; ++i) {
+        float v = element(x, o + i, bf);
+        if (v == best || (v != v && best != best)) return i;
+    }
+    return -1;
+}
+
+/* A row is read once, part by part; the best one's part, which is in the first-level cache or nearly so, once more. */
+enum { PART = 4096 };
+
 INLINE void argmax(const vocab_args *a, i64 begin, i64 end, const int bf) {
     for (i64 r = begin; r < end; ++r) {
-        const i64 o = r * a->width, V = a->width, full = V / VW * VW;
-        const float best = row_max(a->x, o, V, bf);
-        i64 found = -1;
-        for (i64 i = 0; i < full && found < 0; i += VW) {
-            vf v = v_load(a->x, o + i, bf);
-            unsigned hit = best != best ? v_nan(v) : v_equal(v, best);
-            if (hit) found = i + __builtin_ctz(hit);
+        const i64 o = r * a->width, V = a->width;
+        float best = -INFINITY;
+        i64 part = 0;
+        for (i64 i = 0; i < V && best == best; i += PART) {
+            const float m = row_max(a->x, o + i, min_i64(PART, V - i), bf);
+            if (m > best || m != m) best = m, part = i;
         }
-        for (i64 i = full; i < V && found < 0; ++i) {
-            float v = element(a->x, o + i, bf);
-            if (v == best || (v != v && best != best)) found = i;
-        }
-        a->ids[r] = found;
+        a->ids[r] = part + place_of(a->x, o + part, min_i64(PART, V - part), best, bf);
     }
 }
 BOTH(argmax, vocab_args)
