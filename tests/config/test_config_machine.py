@@ -12,6 +12,7 @@ from dpi_engine.config.machine import (
     cpu_quota,
     memory_available,
     memory_limit,
+    memory_total,
     memory_used,
     usable_cpus,
 )
@@ -122,7 +123,15 @@ def test_memory_of_cgroup_version_1_and_without_a_limit(tmp_path):
     assert (memory_limit(root), memory_available(root)) == (5000, 4000)
 
 
+def test_all_memory_is_the_machines_or_what_the_cgroup_grants_of_it(tmp_path):
+    root = machine(tmp_path, {"proc/self/cgroup": "0::/pod\n", "proc/meminfo": "MemTotal: 2048 kB\nMemFree: 1 kB\n"})
+    assert memory_total(root) == 2 << 20
+    machine(tmp_path, {"sys/fs/cgroup/pod/memory.max": "5000"})
+    assert memory_total(root) == 5000
+
+
 def test_a_machine_that_says_nothing(tmp_path):
+    assert memory_total(tmp_path) is None
     assert (memory_limit(tmp_path), memory_available(tmp_path), cpu_features(tmp_path)) == (None, None, frozenset())
 
 

@@ -99,5 +99,20 @@ def test_no_memory_at_all_offers_no_impossible_length():
     assert caught.value.fits == 0 and "--max-model-len to" not in str(caught.value)
 
 
+@pytest.mark.parametrize("asked", [{"kv_cache_memory": 100 << 40}, {"num_gpu_blocks_override": 1 << 31}])
+@pytest.mark.parametrize("device", [CPU, CUDA])
+def test_a_cache_larger_than_the_machine_is_refused_with_the_most_that_fits(device, asked):
+    memory = Memory(5 * GIB, 8 * GIB, GIB)
+    with pytest.raises(NotEnoughCacheMemory) as caught:
+        plan_blocks(bytes_per_block=KIB, max_model_len=512, device=device, memory=memory, sharers=2, **asked)
+    (flag,) = asked
+    most = 3 << (20 if flag == "num_gpu_blocks_override" else 30)
+    for words in ("--" + flag.replace("_", "-"), "8.00 GiB", "2 rank(s)", f"lower it to at most {most}"):
+        assert words in str(caught.value)
+    fits = plan_blocks(bytes_per_block=KIB, max_model_len=512, device=device, memory=memory, sharers=2, **{flag: most})
+    assert fits.num_blocks == 3 << 20
+
+
 def test_this_machine_says_what_it_has():
-    assert 0 < device_memory(CPU).free < 1 << 50
+    memory = device_memory(CPU)
+    assert 0 < memory.free <= memory.total < 1 << 50

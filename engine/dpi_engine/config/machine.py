@@ -88,16 +88,27 @@ def _used(folder: Path) -> int | None:
 
 def memory_available(root: Path = ROOT) -> int | None:
     """Bytes that can still be had: the least of MemAvailable and what each cgroup has left; None if nothing says so."""
-    left = []
-    for line in (_read(root / "proc/meminfo") or "").splitlines():
-        name, _, rest = line.partition(":")
-        words = rest.split()
-        if name == "MemAvailable" and words and words[0].isdigit():
-            left.append(int(words[0]) * 1024)
+    left = _meminfo(root, "MemAvailable")
     for folder in _groups(root, "memory"):
         if (limit := _limit(folder)) is not None:
             left.append(max(0, limit - (_used(folder) or 0)))
     return min(left, default=None)
+
+
+def memory_total(root: Path = ROOT) -> int | None:
+    """Bytes that can be had at all: the least of MemTotal and what the cgroup grants; None if nothing says so."""
+    limit = memory_limit(root)
+    return min(_meminfo(root, "MemTotal") + ([] if limit is None else [limit]), default=None)
+
+
+def _meminfo(root: Path, key: str) -> list[int]:
+    """Bytes of one line of /proc/meminfo; empty if it is not there."""
+    for line in (_read(root / "proc/meminfo") or "").splitlines():
+        name, _, rest = line.partition(":")
+        words = rest.split()
+        if name == key and words and words[0].isdigit():
+            return [int(words[0]) * 1024]
+    return []
 
 
 def cpu_features(root: Path = ROOT) -> frozenset[str]:

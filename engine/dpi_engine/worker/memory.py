@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dpi_engine.config.machine import memory_available
+from dpi_engine.config.machine import memory_available, memory_total
 from dpi_engine.ops.interface import PAGE_SIZE
 
 GIB = 1 << 30
@@ -22,7 +22,9 @@ CUDA_CONTEXT = GIB // 2
 
 
 class NotEnoughCacheMemory(ValueError):
-    """The KV cache cannot hold one sequence of max_model_len tokens; `fits` is the longest that it can."""
+    """The KV cache cannot hold one sequence of max_model_len tokens (`fits` is the longest that it can), or is to be
+    larger than the whole memory.
+    """
 
     def __init__(self, message: str, fits: int) -> None:
         super().__init__(message)
@@ -32,9 +34,9 @@ class NotEnoughCacheMemory(ValueError):
 @dataclass(frozen=True, slots=True)
 class Memory:
     """Bytes of a device, weights loaded already: `free` now, `total`, what this process holds of it (`own`), and what
-    a step will take beside the cache (`step`).
+    a step will take beside the cache (`step`). A `total` of 0 is not known.
 
-    On a CPU only `free` counts.
+    On a CPU `own` and `step` are 0, and `total` bounds only what is asked for.
     """
 
     free: int
@@ -74,7 +76,8 @@ def plan_blocks(
     `memory`. On a CPU that is a part of what is free, divided among the `sharers`. On a GPU it is an equal part of
     `utilization` of the whole, less what this rank holds and its steps take, whether the other ranks have loaded before
     it or not, and never more than is free: a part of what is free would give the first rank what the weights of the
-    next one need. Raises NotEnoughCacheMemory.
+    next one need. A size that was asked for may not exceed the whole memory, for all sharers together: a system that
+    lends more than it has would take it, and kill a rank when the cache fills. Raises NotEnoughCacheMemory.
     """
     if num_gpu_blocks_override is not None:
         blocks, source = num_gpu_blocks_override, "--num-gpu-blocks-override"
@@ -106,6 +109,14 @@ def plan_blocks(
             f"{lower}raise --kv-cache-memory to {needed * bytes_per_block} bytes or more",
             fits,
         )
+    room = max(0, memory.total // sharers - memory.own) // bytes_per_block
+    if memory.total and blocks > room and (num_gpu_blocks_override or kv_cache_memory):
+        raise NotEnoughCacheMemory(
+            f"KV cache: {source} asks for {blocks} blocks ({_gib(blocks * bytes_per_block)}) on each of {sharers} "
+            f"rank(s), more than there is of {_gib(memory.total)}: lower it to at most "
+            f"{room if num_gpu_blocks_override else room * bytes_per_block}",
+            max(0, room - 1) * PAGE_SIZE,
+        )
     return BlockBudget(blocks, blocks * bytes_per_block, source)
 
 
@@ -118,7 +129,7 @@ def device_memory(device: torch.device) -> Memory:
     available = memory_available()
     if available is None:
         raise RuntimeError("neither /proc/meminfo nor a cgroup says how much memory is free; set --kv-cache-memory")
-    return Memory(available)
+    return Memory(available, memory_total() or 0)
 
 
 def _gib(n: int) -> str:
