@@ -13,7 +13,8 @@ import pytest
 import torch
 from ops_cpu_support import ISAS, KERNELS, ops_for
 
-from dpi_engine.ops import build, native_library
+from dpi_engine.config.errors import SettingsError
+from dpi_engine.ops import build, native_library, select_ops
 from dpi_engine.ops.cpu import make_cpu_ops
 from dpi_engine.ops.interface import OpsUnavailable
 
@@ -41,10 +42,16 @@ def test_the_best_instruction_set_is_chosen():
 def test_what_a_processor_lacks_is_named():
     with pytest.raises(OpsUnavailable, match="avx2, fma, f16c"):
         build.choose_isa(frozenset({"sse2"}))
-    with pytest.raises(OpsUnavailable, match="lacks fma, f16c"):
+
+
+def test_a_forced_instruction_set_that_cannot_be_had_is_refused_and_replaced_by_nothing(plain_env, tmp_path):
+    with pytest.raises(SettingsError, match="lacks fma, f16c"):
         build.choose_isa(frozenset({"avx2"}), "avx2")
-    with pytest.raises(OpsUnavailable, match="expected amx or avx512bf16 or avx2, got 'sse9'"):
+    with pytest.raises(SettingsError, match="expected amx or avx512bf16 or avx2, got 'sse9'"):
         build.choose_isa(frozenset({"avx2"}), "sse9")
+    plain_env.setenv("DPI_CPU_ISA", "sse9")
+    with pytest.raises(SettingsError, match="got 'sse9'"):
+        select_ops("cpu", "float32", "auto", 1, tmp_path)
 
 
 def test_without_a_compiler_the_message_says_what_to_install(plain_env, tmp_path):
@@ -52,8 +59,16 @@ def test_without_a_compiler_the_message_says_what_to_install(plain_env, tmp_path
     with pytest.raises(OpsUnavailable, match="install gcc"):
         build.find_library(ISA, tmp_path)
     plain_env.setenv("CC", "no-such-compiler -O2")
-    with pytest.raises(OpsUnavailable, match="install gcc"):
+    with pytest.raises(OpsUnavailable, match=r"CC=no-such-compiler -O2 is not found .*install gcc"):
         build.find_library(ISA, tmp_path)
+
+
+def test_a_folder_of_kernels_without_them_is_named_in_a_warning(plain_env, tmp_path, caplog):
+    plain_env.setenv("PATH", str(tmp_path))
+    plain_env.setenv("DPI_NATIVE_DIR", "/no/such/folder")
+    with pytest.raises(OpsUnavailable, match="no C compiler"):
+        build.find_library(ISA, tmp_path)
+    assert f"DPI_NATIVE_DIR=/no/such/folder has no {build.library_name(ISA)}" in caplog.text
 
 
 def test_a_failing_compiler_is_quoted(plain_env, tmp_path):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import fcntl
 import hashlib
+import logging
 import os
 import platform
 import shlex
@@ -21,8 +22,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from dpi_engine.config.errors import SettingsError
 from dpi_engine.config.machine import usable_cpus
 from dpi_engine.ops.interface import OpsUnavailable
+
+log = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "native"
 PREBUILT = SOURCES / "prebuilt"
@@ -68,13 +72,15 @@ def cpu_features() -> frozenset[str]:
 
 
 def choose_isa(features: frozenset[str], forced: str | None = None) -> str:
-    """The best instruction set among `features`, or the `forced` one (DPI_CPU_ISA). Raises OpsUnavailable."""
+    """The best instruction set among `features`, or the `forced` one (DPI_CPU_ISA). Raises OpsUnavailable, and
+    SettingsError where the forced one cannot be had: plain PyTorch in its place is not what was asked for.
+    """
     if forced:
         if forced not in ISA_FLAGS:
-            raise OpsUnavailable(f"DPI_CPU_ISA: expected {' or '.join(ISA_FLAGS)}, got '{forced}'")
+            raise SettingsError(f"DPI_CPU_ISA: expected {' or '.join(ISA_FLAGS)}, got '{forced}'")
         lacking = [name for name in ISA_FEATURES[forced] if name not in features]
         if lacking:
-            raise OpsUnavailable(f"DPI_CPU_ISA={forced}: this processor lacks {', '.join(lacking)}")
+            raise SettingsError(f"DPI_CPU_ISA={forced}: this processor lacks {', '.join(lacking)}; leave it out")
         return forced
     for isa, needed in ISA_FEATURES.items():
         if features.issuperset(needed):
@@ -169,10 +175,13 @@ def find_library(isa: str, cache_dir: str | os.PathLike[str]) -> Path:
     for folder in (*folders, PREBUILT):
         if (folder / name).is_file():
             return folder / name
+    if folders:
+        log.warning("DPI_NATIVE_DIR=%s has no %s, so it is built here or taken from the cache folder", *folders, name)
     compiler = find_compiler()
     if compiler is None:
+        wrong = f"CC={os.environ['CC']} is not found" if os.environ.get("CC") else "no C compiler"
         raise OpsUnavailable(
-            "no C compiler for the CPU kernels: install gcc (Debian: apt-get install gcc libc6-dev), set CC, or set "
+            f"{wrong} for the CPU kernels: install gcc (Debian: apt-get install gcc libc6-dev), set CC, or set "
             f"DPI_NATIVE_DIR to a folder with {name} (python -m dpi_engine.ops.build --out DIR makes it)"
         )
     out = Path(cache_dir) / "native" / _build_checksum(isa, compiler) / f"{isa}.so"

@@ -78,7 +78,7 @@ def make_cpu_ops(
     """The CPU backend for `dtype` (None: bfloat16) on `threads` threads; kernels are built under `cache_dir`.
 
     `quantization`: None, or int8 for linears. DPI_CPU_ISA forces an instruction set. Raises OpsUnavailable when this
-    machine cannot run or build the kernels.
+    machine cannot run or build the kernels, SettingsError when it cannot run the forced ones.
     """
     if dtype not in (None, torch.float32, torch.bfloat16):
         raise OpsUnavailable(f"the CPU kernels compute in float32 or bfloat16, not in {dtype}")
