@@ -13,7 +13,7 @@ from hypothesis import strategies as hs
 from dpi_engine.config import settings as st
 from dpi_engine.config.errors import ParallelError, SettingsError
 from dpi_engine.config.fields import Field
-from dpi_engine.config.loading import FlagParser, read_sources
+from dpi_engine.config.loading import FlagParser, metavar, read_sources
 from dpi_engine.config.refusals import advice
 from dpi_engine.config.settings import BY_NAME, FIELDS, GROUPS, Settings, parse_serve, to_flags
 
@@ -353,3 +353,10 @@ def test_nested_yaml_aliases_cost_nothing(tmp_path):
     lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 30)]
     message = error(["m", "--config", write(tmp_path, "\n".join([*lines, "port: *a29"]))])
     assert "key port" in message and len(message) < 10_000
+
+
+def test_a_value_shown_as_seconds_is_one_of_seconds():
+    numbers = [field for field in FIELDS if field.kind is float]
+    assert len(numbers) > 2
+    for field in numbers:
+        assert (metavar(field) == "SECONDS") == field.flag.help.startswith("seconds"), field.name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import signal
@@ -16,6 +17,8 @@ import psutil
 import pytest
 import yaml
 from process_pods import PATIENCE, PORTS, ROOT, Answer, ask, end_with_this_process, until
+
+from dpi_operator.local.up import UpCommand
 
 
 def manifest(model: Path, http: int, management: int, rpc: int, cache: Path, **parallelism: int) -> dict[str, Any]:
@@ -321,3 +324,19 @@ def test_a_model_that_cannot_be_served_ends_with_the_pods_last_words(
         assert "tiny-0-0: configuration refused (exit code 78)" in running.output
         assert "nothing is there" in running.output
         assert not running.family()
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        *((["--timeout", n], f"--timeout: expected seconds above 0, got {n}") for n in ("0", "-1", "nan", "inf")),
+        (["--ask", " "], "--ask: expected a question, got none"),
+    ],
+)
+def test_flags_that_mean_nothing_are_refused_before_anything_starts(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, flags: list[str], words: str
+) -> None:
+    parser = argparse.ArgumentParser()
+    UpCommand().add_arguments(parser)
+    assert UpCommand().run(parser.parse_args(["-f", str(tmp_path / "none.yaml"), *flags])) == 2
+    assert capsys.readouterr().err == f"dpi up: {words}\n"

@@ -9,6 +9,7 @@ from server_harness import drive, running
 
 from dpi_engine.tools.bench import BenchCommand
 from dpi_engine.tools.endpoint import Endpoint, EndpointError
+from dpi_engine.tools.ranks import RanksCommand
 
 OTHER_PORT = "is this the other port?"
 
@@ -37,8 +38,9 @@ def test_an_address_without_a_scheme_is_given_one() -> None:
         (["--streams", "0"], "--streams must be at least 1"),
         (["--requests", "0"], "--requests must be at least 1"),
         (["--warmup", "-1"], "--warmup must be at least 0"),
-        (["--timeout", "0"], "--timeout must be more than 0"),
-        (["--timeout", "nan"], "--timeout must be more than 0"),
+        (["--timeout", "0"], "--timeout: expected seconds above 0, got 0"),
+        (["--timeout", "nan"], "--timeout: expected seconds above 0, got nan"),
+        (["--timeout", "inf"], "--timeout: expected seconds above 0, got inf"),
     ],
 )
 def test_bench_refuses_numbers_that_mean_nothing(
@@ -49,3 +51,12 @@ def test_bench_refuses_numbers_that_mean_nothing(
     command.add_arguments(parser)
     assert command.run(parser.parse_args(flags)) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf"])
+def test_ranks_refuses_an_interval_that_means_nothing(capsys: pytest.CaptureFixture[str], seconds: str) -> None:
+    command = RanksCommand()
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    assert command.run(parser.parse_args(["--once", "--interval", seconds])) == 2
+    assert f"--interval: expected seconds above 0, got {seconds}" in capsys.readouterr().err

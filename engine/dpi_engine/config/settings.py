@@ -149,6 +149,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             COMPUTE,
             "share of a GPU that its ranks may use together, for weights, steps and KV cache",
             also=("--device-memory-utilization",),
+            metavar="SHARE",
             low=0.05,
             high=1,
         ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from typing import Any
 
@@ -46,8 +47,8 @@ class BenchCommand:
         if args.warmup < 0:
             print("dpi bench: --warmup must be at least 0", file=sys.stderr)
             return EXIT_USAGE
-        if not args.timeout > 0:
-            print("dpi bench: --timeout must be more than 0", file=sys.stderr)
+        if not 0 < args.timeout < math.inf:
+            print(f"dpi bench: --timeout: expected seconds above 0, got {args.timeout:g}", file=sys.stderr)
             return EXIT_USAGE
         try:
             return asyncio.run(bench(args))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from typing import Any
 
@@ -28,8 +29,8 @@ class RanksCommand:
 
         from dpi_engine.tools.endpoint import EndpointError
 
-        if args.interval <= 0:
-            print("dpi ranks: --interval must be more than 0", file=sys.stderr)
+        if not 0 < args.interval < math.inf:
+            print(f"dpi ranks: --interval: expected seconds above 0, got {args.interval:g}", file=sys.stderr)
             return 2
         try:
             return asyncio.run(_main(args))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from pathlib import Path
 
@@ -29,6 +30,13 @@ class UpCommand:
 
     def run(self, args: argparse.Namespace) -> int:
         import asyncio
+
+        if not 0 < args.timeout < math.inf:
+            print(f"dpi up: --timeout: expected seconds above 0, got {args.timeout:g}", file=sys.stderr)
+            return 2
+        if args.ask is not None and not args.ask.strip():
+            print("dpi up: --ask: expected a question, got none", file=sys.stderr)
+            return 2
 
         from dpi_operator.api.read import ManifestError, read_manifest
         from dpi_operator.api.validate import validate
