@@ -7,6 +7,7 @@ import pytest
 import torch
 from worker_toys import VOCAB, BlindOps, ToyModel, ToyOps, greedy, new, plan, work
 
+from dpi_engine.frontend.streams import engine_error
 from dpi_engine.wire.messages import SamplingParams
 from dpi_engine.worker.batch import PlanError
 from dpi_engine.worker.random import uniforms
@@ -145,6 +146,7 @@ def test_not_a_number_fails_its_request_alone(ops, params):
     expected = oracle(model, good, 1)
     assert result.token_ids == [expected, [], expected]
     assert list(result.errors) == [1] and "not finite" in result.errors[1]
+    assert engine_error(result.errors[1], None, 3).status == 500
     # The others go on; the failed one was not advanced.
     result = runner.execute(plan([work(0, 3, 1), work(2, 3, 1)], released=[1]))
     assert result.token_ids == [oracle(model, good, 2)[1:]] * 2 and not result.errors
@@ -169,6 +171,8 @@ def test_no_legal_token_names_the_masks():
     params = greedy(allowed_token_ids=[4], bad_words_token_ids=[[4]])
     result = runner.execute(plan([work(0, 0, 2)], [new(0, [1, 2], [1], params)]))
     assert result.token_ids == [[]] and "allowed_token_ids" in result.errors[0]
+    told = engine_error(result.errors[0], None, 3)
+    assert told.status == 400 and str(told).startswith("rank 3: no token may follow: ")
 
 
 def test_prompt_logprobs_are_the_same_whole_and_in_chunks():

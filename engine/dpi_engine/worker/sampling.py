@@ -25,9 +25,10 @@ Longs = NDArray[np.int64]
 
 NOT_A_NUMBER = "the model's logits are not finite (NaN or +inf); the weights or the numeric type are at fault"
 NO_LEGAL_TOKEN = (
-    "no token may follow: allowed_token_ids, bad_words, logit_bias and min_tokens together rule out every token that "
-    "the model gives a chance; loosen one of them"
+    "invalid_sampling: no token may follow: allowed_token_ids, bad_words, logit_bias and min_tokens together rule out "
+    "every token that the model gives a chance; loosen one of them"
 )
+"""The request is at fault, which its first word tells front ends."""
 
 
 @dataclass(slots=True)
