@@ -87,3 +87,13 @@ def test_defaults_of_tools_are_as_written(name: str) -> None:
 def test_commands_are_listed() -> None:
     rows = table_rows((DOCS / "reference" / "cli.md").read_text("utf-8").partition("## dpi serve")[0])
     assert {row[0].strip("`").split()[1] for row in rows} == {*cli.BUILT_IN, "--version"}
+
+
+def test_questions_are_that_of_the_demo_and_their_answers_end():
+    """The small model answers it in every number format; another one may get a text that goes on for two minutes."""
+    asked = re.search(r'--ask "(.+)"', (ROOT / "Makefile").read_text())
+    assert asked is not None
+    shown = [q for page in PAGES for q in re.findall(r"What is the capital[^?]*\?", page.read_text())]
+    assert len(shown) > 5 and set(shown) == {asked[1]}
+    posts = [block.text for block in SHELL if "/v1/chat/completions" in block.text]
+    assert len(posts) > 2 and all('"max_tokens"' in text for text in posts)
