@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import urllib.parse
 from typing import Any
 
 import pytest
 from server_harness import TOKENIZER, Bundle, Running, drive, echo_client, running
+
+from dpi_engine.config.logs import well_formed
 
 VOCAB = TOKENIZER.get_vocab_size()
 USER = [{"role": "user", "content": "hi"}]
@@ -363,3 +368,27 @@ def test_unready_engines_give_503_with_reason() -> None:
             assert (await server.get("/health"))[0] == 200
 
     drive(main)
+
+
+def test_what_is_no_http_and_bodies_that_cannot_be_unpacked_leave_no_traceback(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def main() -> None:
+        async with running() as server:
+            headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+            async with server.http.post(server.url + "/v1/completions", data=b"not gzip", headers=headers) as response:
+                assert response.status == 400
+            address = urllib.parse.urlsplit(server.url)
+            reader, writer = await asyncio.open_connection(address.hostname, address.port)
+            writer.write(b"\x16\x03\x01 no http\r\n\r\n")
+            assert await reader.readline() == b"HTTP/1.0 400 Bad Request\r\n"
+            writer.close()
+            await check_alive(server)
+
+    logger = logging.getLogger("aiohttp.server")
+    logger.addFilter(well_formed)
+    try:
+        drive(main)
+    finally:
+        logger.removeFilter(well_formed)
+    assert not [record for record in caplog.records if record.exc_info]

@@ -26,13 +26,17 @@ def setup_logging(level: str, fmt: str, process_name: str, stream: TextIO | None
     handler.setFormatter(formatters[fmt](process_name))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.captureWarnings(True)
-    logging.getLogger("aiohttp.server").addFilter(_well_formed)
+    logging.getLogger("aiohttp.server").addFilter(well_formed)
 
 
-def _well_formed(record: logging.LogRecord) -> bool:
-    """False for what is no HTTP at all: aiohttp logs a traceback for each, so any port scanner could fill the disk."""
+def well_formed(record: logging.LogRecord) -> bool:
+    """False for what is no HTTP at all, or has a body that its headers do not fit: aiohttp logs a traceback for each,
+    so any port scanner could fill the disk.
+    """
     kind = record.exc_info[0] if record.exc_info else None
-    return kind is None or kind.__module__ != "aiohttp.http_exceptions"
+    if kind is None:
+        return True
+    return kind.__module__ != "aiohttp.http_exceptions" and kind.__name__ != "RequestPayloadError"
 
 
 class _Named(logging.Formatter):
