@@ -26,21 +26,35 @@ def _at(document: Any, path: str) -> Any:
     return value
 
 
-def _fields_at(path: str) -> list[str]:
-    """camelCase names of the struct that stands at `path` ($.spec.engine)."""
+def _type_at(path: str) -> Any:
+    """What may stand at `path` ($.spec.engine): a struct or enumeration rather than others; None if nothing."""
     kind: Any = msgspec.inspect.type_info(DataParallelInference)
     for key in re.findall(r"\.(\w+)", path):
         field = next((f for f in getattr(kind, "fields", ()) if f.encode_name == key), None)
         if field is None:
-            return []
+            return None
         kind = field.type
         while isinstance(kind, msgspec.inspect.Metadata):
             kind = kind.type
         if isinstance(kind, msgspec.inspect.UnionType):
-            kind = next((t for t in kind.types if isinstance(t, msgspec.inspect.StructType)), kind)
+            named = (msgspec.inspect.StructType, msgspec.inspect.EnumType, msgspec.inspect.LiteralType)
+            kind = next((t for t in kind.types if isinstance(t, named)), kind)
         if isinstance(kind, msgspec.inspect.ListType):
             kind = kind.item_type
-    return [f.encode_name for f in getattr(kind, "fields", ())]
+    return kind
+
+
+def _fields_at(path: str) -> list[str]:
+    """camelCase names of the struct that stands at `path`."""
+    return [f.encode_name for f in getattr(_type_at(path), "fields", ())]
+
+
+def _choices_at(path: str) -> list[str]:
+    """What the enumeration at `path` has."""
+    kind = _type_at(path)
+    if isinstance(kind, msgspec.inspect.EnumType):
+        return [str(member.value) for member in kind.cls]
+    return [str(value) for value in getattr(kind, "values", ())]
 
 
 def _explain(error: msgspec.ValidationError, document: Any) -> str:
@@ -54,6 +68,10 @@ def _explain(error: msgspec.ValidationError, document: Any) -> str:
     if m := re.search(r"missing required field `(\w+)`", text):
         return f"{where}: `{m[1]}` is required"
     got = _at(document, path)
+    if text.startswith("Invalid enum value") and (choices := _choices_at(path)):
+        text = f"expected one of {', '.join(choices)}"
+    if got is not None:
+        text = re.sub(r", got `\w+`$", "", text)  # its type, which the value shows
     return f"{where}: {text[:1].lower()}{text[1:]}" + ("" if got is None else f", got {got!r}")
 
 
