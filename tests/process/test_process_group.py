@@ -22,6 +22,8 @@ def test_the_head_knows_four_ready_ranks_and_the_headless_pod_its_own(group: Gro
     assert head["missing"] == []
     assert [(r["rank"], r["state"]) for r in headless["ranks"]] == [(2, "READY"), (3, "READY")]
     by_rank = {r["rank"]: r for r in head["ranks"]}
+    told = {r["rank"]: (r["pod"], r["fingerprint"]) for r in head["ranks"] if not r["local"]}
+    assert {r["rank"]: (r["pod"], r["fingerprint"]) for r in headless["ranks"]} == told
     for rank in headless["ranks"]:
         assert rank["epoch"] == by_rank[rank["rank"]]["epoch"] > 0
         assert rank["pid"] == by_rank[rank["rank"]]["pid"]

@@ -236,3 +236,11 @@ def test_a_chat_template_that_cannot_be_used_is_refused_at_once(make_pod: Callab
         assert pod.wait_exit() == REFUSED
         assert "chat" in pod.log and "template" in pod.log
         assert "Traceback" not in pod.log
+
+
+@pytest.mark.parametrize("host", ["300.1.1.1", "192.0.2.1"])
+def test_an_address_that_this_machine_has_not_is_named_with_the_flag(make_pod: Callable[..., Pod], host: str) -> None:
+    with make_pod("--host", host, wait=False) as pod:
+        assert pod.wait_exit() == REFUSED
+        assert f"cannot listen on {host}: " in pod.log and "--host must be a name or an address of this" in pod.log
+        assert "unknown error" not in pod.log.lower() and "Traceback" not in pod.log

@@ -79,6 +79,7 @@ class Launcher:
 
     def __init__(self, settings: Settings, pod: PodIdentity, token: str | None) -> None:
         self.settings, self.pod, self.token = settings, pod, token
+        self.pod_name = pod.name or socket.gethostname()
         self.parallel = ParallelConfig.from_settings(settings, usable_cpus())
         self.state = PodState(
             headless=self.parallel.headless,
@@ -86,6 +87,7 @@ class Launcher:
             local=tuple(self.parallel.local_ranks),
             serves=tuple(self.parallel.served_ranks),
             api_servers=self.parallel.api_server_count,
+            pod=self.pod_name,
             member=self.parallel.is_member,
         )
         self.moe = False  # known when the model has been found
@@ -171,9 +173,12 @@ class Launcher:
         try:
             await web.TCPSite(runner, host, port).start()
         except OSError as e:
+            unresolved = isinstance(e, socket.gaierror)  # its numbers are not the system's
             # asyncio wraps the system's words in its own
-            why = os.strerror(e.errno).lower() if e.errno else str(e)
+            why = os.strerror(e.errno).lower() if e.errno and not unresolved else str(e.strerror or e)
             todo = "; free it or give another" if e.errno == errno.EADDRINUSE else ""
+            if unresolved or e.errno == errno.EADDRNOTAVAIL:
+                todo = "; --host must be a name or an address of this machine"
             message = f"{flag} {port}: cannot listen on {host}: {why}{todo}"
             raise LaunchFailed(message, EXIT_REFUSED) from None
 
@@ -405,7 +410,7 @@ class Launcher:
             settings=self.settings,
             cache_dir=str(self.cache_dir),
             declared=self.declared,
-            pod=self.pod.name or socket.gethostname(),
+            pod=self.pod_name,
             **fields,
         )
         environment = {}

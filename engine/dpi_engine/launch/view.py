@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from dpi_engine.config import fingerprint
 from dpi_engine.launch.control import ApiReport, CoordinatorReport, EngineReport
 from dpi_engine.launch.management import Verdict
 from dpi_engine.wire.messages import LoadRecord, RankInfo, RankState
@@ -34,6 +35,7 @@ class PodState:
     local: tuple[int, ...]
     serves: tuple[int, ...]
     api_servers: int
+    pod: str = ""  # its name, or its host's
     member: bool = False  # the group's head is another pod, and this one has front ends of its own
     engines: dict[int, tuple[float, EngineReport]] = field(default_factory=dict)
     apis: dict[int, tuple[float, ApiReport]] = field(default_factory=dict)
@@ -184,9 +186,11 @@ class PodState:
     def _own_info(self, rank: int) -> RankInfo:
         report = self.engines.get(rank, (0.0, None))[1]
         if report is None:
-            return RankInfo(rank=rank, stage="starting")
+            return RankInfo(rank=rank, pod=self.pod, stage="starting")
         return RankInfo(
             rank=rank,
+            pod=self.pod,
+            fingerprint=fingerprint.digest(report.fields) if report.fields else "",
             state=RankState.READY if report.ready else RankState.LOADING,
             stage=report.stage,
             epoch=report.epoch,
