@@ -103,6 +103,7 @@ class Launcher:
         self._control: ControlServer | None = None
         self._addresses: PodAddresses | None = None
         self._stop = asyncio.Event()
+        self._drain_until = 0.0  # when what runs is ended, once this launch stops
         self._failed: asyncio.Future[LaunchFailed] | None = None
         self._calls = UtilityCalls()
         self._held = HeldPorts()
@@ -266,6 +267,7 @@ class Launcher:
                 model_path=model_path,
                 handshake=handshake,
                 local=not self.parallel.headless,
+                drains=self.parallel.ranks_drain(self.coupled),
                 threads=threads,
                 local_rank=local_rank,
                 local_ranks=self.parallel.size_local,
@@ -581,6 +583,7 @@ class Launcher:
         """Stop; at the second signal do not wait for running requests."""
         if self._stop.is_set():
             log.warning("a second signal: running requests are ended now")
+            self._drain_until = 0.0
             for name, child in self.children.items():
                 if child.spec.kind is ChildKind.API:
                     child.stop()
@@ -594,20 +597,16 @@ class Launcher:
         if self.head:
             self.head.stopping = True
         limit = self.settings.shutdown_timeout if self._stop.is_set() else 0.0
+        self._drain_until = time.monotonic() + limit
         running = [c for c in self.children.values() if c.alive]
         if running:
             log.info("stopping %d processes; running requests may take %.0f s", len(running), limit)
-        if self._control:
-            for name, child in self.children.items():
-                child.stopping = True
-                headless_engine = child.spec.kind is ChildKind.ENGINE and self.parallel.headless
-                if child.alive and (child.spec.kind is ChildKind.API or headless_engine):
-                    await self._control.send(name, Drain(timeout_s=limit))
-        first = [c for c in self.children.values() if c.spec.kind is ChildKind.API]
-        await self._stop_children(first, limit)
+        for child in self.children.values():
+            child.stopping = True
+        await self._drain([c for c in self.children.values() if c.spec.kind is ChildKind.API])
         engines = [c for c in self.children.values() if c.spec.kind is ChildKind.ENGINE]
-        await self._stop_children(engines, limit if self.parallel.headless else 0.0)
-        await self._stop_children([c for c in self.children.values() if c.spec.kind is ChildKind.COORDINATOR], 0.0)
+        await (self._drain if self.parallel.ranks_drain(self.coupled) else self._stop_children)(engines)
+        await self._stop_children([c for c in self.children.values() if c.spec.kind is ChildKind.COORDINATOR])
         self._held.close()
         if self.head:
             await self.head.close()
@@ -616,7 +615,16 @@ class Launcher:
         if running:
             log.info("stopped")
 
-    async def _stop_children(self, children: list[Child], drain_s: float) -> None:
+    async def _drain(self, children: list[Child]) -> None:
+        """Stop them when they have finished what they do, within what is left of the time for it."""
+        left = max(0.0, self._drain_until - time.monotonic())
+        if self._control:
+            for child in children:
+                if child.alive:
+                    await self._control.send(child.spec.name, Drain(timeout_s=left))
+        await self._stop_children(children, left)
+
+    async def _stop_children(self, children: list[Child], drain_s: float = 0.0) -> None:
         if not children:
             return
 
