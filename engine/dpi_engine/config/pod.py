@@ -48,3 +48,8 @@ class PodIdentity(msgspec.Struct, frozen=True, kw_only=True):
     def control_host(self, address: str) -> str:
         """Address that control ports of a head bind: the pod's own, else that of --data-parallel-address."""
         return self.ip or address
+
+    @property
+    def control_setting(self) -> str:
+        """What says which address control ports bind."""
+        return "--data-parallel-address" if self.ip is None else "DPI_POD_IP"

@@ -174,7 +174,10 @@ class Launcher:
         except OSError as e:
             # asyncio wraps the system's words in its own
             why = os.strerror(e.errno).lower() if e.errno else str(e)
-            todo = "; free it or give another" if e.errno == errno.EADDRINUSE else ""
+            todo = {
+                errno.EADDRINUSE: "; free it or give another",
+                errno.EADDRNOTAVAIL: "; --host must be an address of this machine",
+            }.get(e.errno or 0, "")
             message = f"{flag} {port}: cannot listen on {host}: {why}{todo}"
             raise LaunchFailed(message, EXIT_REFUSED) from None
 
@@ -234,12 +237,16 @@ class Launcher:
         host = None
         if self.parallel.is_head and self.parallel.remote_ranks:
             address = self.pod.control_host(self.parallel.address)
-            host = await asyncio.to_thread(resolve, address, 30.0)
+            try:
+                host = await asyncio.to_thread(resolve, address, 30.0)
+            except AddressError as e:
+                why = f"{self.pod.control_setting}: {e}; the head binds it, give a name or IP of this machine"
+                raise LaunchFailed(why, EXIT_REFUSED) from None
         addresses = PodAddresses(self._run_dir, Ports.of(self.settings), self.parallel, host)
         self._addresses = addresses
         own = {"--management-port", "--data-parallel-supervisor-port"}  # held by this process by now
         wanted = [w for w in addresses.ports.bound(self.settings, self.parallel, self.moe) if w[0] not in own]
-        check_all(wanted, self._http_host(), addresses.host, self._held)
+        check_all(wanted, self._http_host(), addresses.host, self.pod.control_setting, self._held)
         exchange = await self._exchange(addresses) if self.coupled else {}
         if self._stop.is_set():
             return
@@ -285,7 +292,7 @@ class Launcher:
         for rank, (what, port) in addresses.ports.exchange(self.parallel, self.pod.in_pod).items():
             if port > 65535:
                 raise LaunchFailed(f"{what}: port {port} is out of range; lower --data-parallel-rpc-port", EXIT_REFUSED)
-            check_free(what, host, port)
+            check_free(what, host, port, self.pod.control_setting)
             found[rank] = [host, port]
         return found
 
