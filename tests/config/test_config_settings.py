@@ -13,7 +13,7 @@ from hypothesis import strategies as hs
 from dpi_engine.config import settings as st
 from dpi_engine.config.errors import ParallelError, SettingsError
 from dpi_engine.config.fields import Field
-from dpi_engine.config.loading import FlagParser, read_sources
+from dpi_engine.config.loading import FlagParser, metavar, read_sources
 from dpi_engine.config.refusals import advice
 from dpi_engine.config.settings import BY_NAME, FIELDS, GROUPS, Settings, parse_serve, to_flags
 
@@ -337,6 +337,12 @@ def test_the_table_is_complete_and_consistent():
         if field.kind in (int, float):
             assert field.flag.low is not None and (field.flag.high is None or not math.isinf(field.flag.high))
     assert BY_NAME["data_parallel_size"].env == "DPI_DATA_PARALLEL_SIZE"
+
+
+def test_only_what_is_measured_in_seconds_is_said_to_be():
+    for field in FIELDS:
+        if field.kind in (int, float):
+            assert (metavar(field) == "SECONDS") == field.flag.help.startswith("seconds"), field.option
 
 
 def test_help_is_grouped_and_shows_defaults():

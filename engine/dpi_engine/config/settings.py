@@ -151,6 +151,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             also=("--device-memory-utilization",),
             low=0.05,
             high=1,
+            metavar="SHARE",
         ),
     ] = 0.9
     enforce_eager: Annotated[
