@@ -230,9 +230,14 @@ AWAY = "192.0.2.1"
         (["-dpa", AWAY], {}, f"{AWAY}:.* cannot be bound here: .*--data-parallel-address must be an address of this"),
         ([], {"DPI_POD_IP": AWAY}, f"{AWAY}:.* cannot be bound here: .*DPI_POD_IP must be an address of this machine"),
         (["--host", AWAY], {}, f"--management-port .*: cannot listen on {AWAY}: .*--host must be an address of this"),
+        (
+            ["--host", "no-such.invalid"],
+            {},
+            "cannot listen on no-such.invalid: .* not known; --host must be",
+        ),
         (["-dpa", "no-such.invalid"], {}, "--data-parallel-address: host 'no-such.invalid': no such name.*IP of this"),
     ],
-    ids=["address", "pod ip", "host", "name"],
+    ids=["address", "pod ip", "host", "host's name", "name"],
 )
 def test_an_address_of_another_machine_is_named_with_its_setting(
     make_pod: Callable[..., Pod], flags: list[str], env: dict[str, str], words: str

@@ -22,7 +22,7 @@ from dpi_engine.config.build import build
 from dpi_engine.config.errors import ConfigError, SourceError
 from dpi_engine.config.experts import ExpertPlacement
 from dpi_engine.config.machine import auto_dtype, cpu_features, usable_cpus
-from dpi_engine.config.network import AddressError, resolve, source_address, tcp_endpoint
+from dpi_engine.config.network import AddressError, host_port, resolve, source_address, tcp_endpoint
 from dpi_engine.config.parallel import Mode, ParallelConfig, Ports
 from dpi_engine.config.pod import PodIdentity
 from dpi_engine.config.settings import Settings
@@ -70,6 +70,7 @@ WATCH_S = 0.25
 STANDSTILL_S = 1.5
 """A gap between two looks that only a standstill of this process explains."""
 STOP_MARGIN_S = 5.0
+TAKEN = (errno.EADDRINUSE, errno.EACCES)
 LOOK_UP_S = 5.0
 """For one look-up of the head's name; a stop waits for it."""
 
@@ -157,7 +158,7 @@ class Launcher:
     async def _serve_management(self) -> None:
         settings = self.settings
         await self._listen(make_management_app(self, self.token), "--management-port", settings.management_port)
-        where = f"http://{self._http_host()}:{settings.management_port}"
+        where = f"http://{host_port(self._http_host(), settings.management_port)}"
         log.info("management API on %s (/livez /readyz /startupz /metrics /ranks)", where)
         if self.parallel.mode is Mode.MULTI_PORT:
             app = make_supervisor_app(self.ready, self._supervised)
@@ -173,11 +174,9 @@ class Launcher:
             await web.TCPSite(runner, host, port).start()
         except OSError as e:
             # asyncio wraps the system's words in its own
-            why = os.strerror(e.errno).lower() if e.errno else str(e)
-            todo = {
-                errno.EADDRINUSE: "; free it or give another",
-                errno.EADDRNOTAVAIL: "; --host must be an address of this machine",
-            }.get(e.errno or 0, "")
+            system = e.errno if not isinstance(e, socket.gaierror) else None
+            why = os.strerror(system).lower() if system else str(e.strerror or e)
+            todo = "; free it or give another" if e.errno in TAKEN else "; --host must be an address of this machine"
             message = f"{flag} {port}: cannot listen on {host}: {why}{todo}"
             raise LaunchFailed(message, EXIT_REFUSED) from None
 
@@ -476,7 +475,7 @@ class Launcher:
         if not self.state.complete and self.state.all_up():
             self.state.complete = True
             ports = {c.spec.port for c in self.children.values() if c.spec.kind is ChildKind.API}
-            where = "".join(f", http://{self._http_host()}:{port}/v1" for port in sorted(ports))
+            where = "".join(f", http://{host_port(self._http_host(), port)}/v1" for port in sorted(ports))
             log.info("ready in %.1f s: %s%s", now - self._began, self._what(), where)
 
     def _http_host(self) -> str:
