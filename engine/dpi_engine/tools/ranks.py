@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import Any
 
-from dpi_engine.launch.exit_codes import EXIT_CRASHED, EXIT_OK
+from dpi_engine.launch.exit_codes import EXIT_OK, EXIT_USAGE
 
 DEFAULT_MANAGEMENT_URL = "http://127.0.0.1:8081"
 
@@ -30,12 +30,12 @@ class RanksCommand:
 
         if args.interval <= 0:
             print("dpi ranks: --interval must be more than 0", file=sys.stderr)
-            return 2
+            return EXIT_USAGE
         try:
             return asyncio.run(_main(args))
         except EndpointError as e:
             print(f"dpi ranks: {e}", file=sys.stderr)
-            return EXIT_CRASHED
+            return e.code
         except KeyboardInterrupt:
             return EXIT_OK
 
