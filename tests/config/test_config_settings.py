@@ -339,6 +339,12 @@ def test_the_table_is_complete_and_consistent():
     assert BY_NAME["data_parallel_size"].env == "DPI_DATA_PARALLEL_SIZE"
 
 
+def test_only_what_is_measured_in_seconds_is_said_to_be():
+    for field in FIELDS:
+        if field.kind in (int, float):
+            assert (metavar(field) == "SECONDS") == field.flag.help.startswith("seconds"), field.option
+
+
 def test_help_is_grouped_and_shows_defaults():
     parser = argparse.ArgumentParser(prog="x")
     st.add_arguments(parser)

@@ -146,6 +146,28 @@ def test_a_request_that_loses_more_ranks_than_it_may_ends(tmp_path: Path) -> Non
     asyncio.run(run())
 
 
+def test_ranks_that_end_together_cost_a_request_one_replay(tmp_path: Path) -> None:
+    """As those of a pod that is killed: the news of the second comes a little later than that of the first."""
+
+    async def run() -> None:
+        async with world(tmp_path, 3, engine={"manual": True}, max_replays=1) as w:
+            reader = Reader(w)
+            first = await at_work(w)
+            first.allow(2)
+            await reader.has(2)
+            lose(w, first)
+            for _ in range(3):
+                await asyncio.sleep(0)
+            taken = {stream.rank for stream in w.client._streams.values()}
+            second, third = sorted((e for e in w.engines if e is not first), key=lambda e: e.rank not in taken)
+            lose(w, first, second)
+            third.allow(50)
+            assert await reader.result() == WHOLE
+            assert second.seen == [] and w.empty()
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("case", ["pinned", "none allowed", "one rank"])
 def test_what_may_not_go_on_elsewhere_ends_at_once(tmp_path: Path, case: str) -> None:
     async def run() -> None:

@@ -43,9 +43,14 @@ def test_wrong_arguments_are_named(group: Group) -> None:
     answer = call(group.head, "sleep", 7)
     assert answer.status == 400
     assert "sleep level 7: expected 0, 1 or 2" in answer.json["error"]["message"]
-    answer = call(group.head, "reset_prefix_cache", 1, 2, 3, 4)
-    assert answer.status == 400
-    assert "wrong arguments" in answer.json["error"]["message"]
+    for method, args, expected in [
+        ("reset_prefix_cache", (1, 2, 3, 4), "at most reset_running_requests, reset_connector"),
+        ("is_sleeping", ("foo",), "none"),
+    ]:
+        answer = call(group.head, method, *args)
+        assert answer.status == 400
+        message = answer.json["error"]["message"]
+        assert message.endswith(f"{method}: wrong arguments {list(args)}: expected {expected}")
     answer = group.head.manage("/utility/sleep", {"level": 1}, {"Authorization": f"Bearer {TOKEN}"})
     assert answer.status == 400
     assert "JSON list" in answer.json["error"]["message"]

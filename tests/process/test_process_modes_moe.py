@@ -159,6 +159,22 @@ def test_the_head_comes_back_and_the_group_with_it(pair: Pair, expected: list[st
     assert {n: p for n, p in pair.member.children().items() if n.startswith("rank-")} == ranks
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_pods_that_stop_together_finish_what_one_of_them_has(moe: Path, process_cache: Path, rank: int) -> None:
+    """A pod without requests stays until the others need its experts no more."""
+    flags = (*COMMON[:-4], "-dp", "2", "--shutdown-timeout", "600")
+    head = Pod(moe, *flags, "-dpn", "0", cache=process_cache, wait=False)
+    with head, Pod(moe, *flags, "-dpn", "1", cache=process_cache, member_of=head) as member:
+        head.until_ready()
+        pods = (head, member)
+        stream = Stream(pods[rank], PROMPTS[0], max_tokens=1000).until_tokens(5)
+        for pod in pods:
+            pod.terminate()
+        assert stream.until_end().finish_reason == "length", (stream.events[-1:], stream.failure)
+        assert [pod.wait_exit() for pod in pods] == [0, 0]
+        assert "is killed" not in head.log + member.log
+
+
 def test_a_port_of_the_coordinator_that_is_in_use_is_named(moe: Path, process_cache: Path) -> None:
     """Dense multi-port groups have no coordinator; with experts they have."""
     pod = Pod(moe, *COMMON, *MODES["multi-port"], cache=process_cache, https=2, wait=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import socket
 from collections.abc import Callable, Iterator
@@ -217,6 +218,40 @@ def pid_of_rank_0(pod: Pod) -> int | None:
     except OSError:  # it does not listen yet
         return None
     return entries[0]["pid"] if entries else None
+
+
+AWAY = "192.0.2.1"
+"""An address that no machine has."""
+
+
+@pytest.mark.parametrize(
+    ("flags", "env", "words"),
+    [
+        (["-dpa", AWAY], {}, f"{AWAY}:.* cannot be bound here: .*--data-parallel-address must be an address of this"),
+        ([], {"DPI_POD_IP": AWAY}, f"{AWAY}:.* cannot be bound here: .*DPI_POD_IP must be an address of this machine"),
+        (
+            ["--host", "no-such.invalid"],
+            {},
+            "cannot listen on no-such.invalid: .* not known; --host must be",
+        ),
+        (["-dpa", "no-such.invalid"], {}, "--data-parallel-address: host 'no-such.invalid': no such name.*IP of this"),
+    ],
+    ids=["address", "pod ip", "host's name", "name"],
+)
+def test_an_address_of_another_machine_is_named_with_its_setting(
+    make_pod: Callable[..., Pod], flags: list[str], env: dict[str, str], words: str
+) -> None:
+    with make_pod("-dp", "2", "-dpl", "1", *flags, env=env, wait=False) as pod:
+        assert pod.wait_exit() == REFUSED
+        assert re.search(words, pod.log), pod.log
+
+
+def test_a_temporary_folder_with_too_long_a_path_is_named(make_pod: Callable[..., Pod], tmp_path: Path) -> None:
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    with make_pod(env={"TMPDIR": str(long), "XDG_RUNTIME_DIR": ""}, wait=False) as pod:
+        assert pod.wait_exit() == REFUSED
+        assert f"no folder for sockets: {long} is too long a path; set TMPDIR to another" in pod.log
 
 
 def test_a_port_is_held_from_the_start_not_only_once_the_model_is_loaded(make_pod: Callable[..., Pod]) -> None:

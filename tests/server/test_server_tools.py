@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 import pytest
 from server_harness import drive, running
 
+from dpi_engine.launch.exit_codes import EXIT_USAGE
 from dpi_engine.tools.bench import BenchCommand
+from dpi_engine.tools.chat import ChatCommand
 from dpi_engine.tools.endpoint import Endpoint, EndpointError
 from dpi_engine.tools.ranks import RanksCommand
 
@@ -27,9 +30,12 @@ def test_a_model_that_is_not_served_is_no_wrong_port() -> None:
     drive(main)
 
 
-def test_an_address_without_a_scheme_is_given_one() -> None:
-    with pytest.raises(EndpointError, match="expected an address such as http://node-a:8081"):
-        Endpoint("node-a:8081/")
+@pytest.mark.parametrize("command", [BenchCommand(), ChatCommand(), RanksCommand()], ids=lambda c: c.name)
+def test_an_address_without_a_scheme_is_given_one(command: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    assert command.run(parser.parse_args(["--url", "node-a:8081/"])) == EXIT_USAGE
+    assert "--url 'node-a:8081/': expected an address such as http://node-a:8081\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,15 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
         """This launch has front ends of its own and belongs to a group whose head is another launch."""
         return not self.headless and not self.is_head
 
+    def ranks_drain(self, together: bool) -> bool:
+        """Told to stop, the ranks of this launch are still needed when its front ends are done, if they have any.
+
+        together: ranks step together. Front ends of other launches then have requests that need these ranks too; with
+        internal balancing all front ends are the head's, which ends last.
+        """
+        shared = together and self.mode is not Mode.INTERNAL and bool(self.remote_ranks)
+        return self.headless or shared
+
     def front_end_ranks(self, index: int) -> list[int]:
         """Ranks that API server `index` of this launch sends requests to."""
         return [self.start_rank + index] if self.mode is Mode.MULTI_PORT else self.served_ranks

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import msgspec
 
 from dpi_engine.config.errors import SettingsError
+from dpi_engine.config.network import bare_host
 
 
 class PodIdentity(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,7 +41,7 @@ class PodIdentity(msgspec.Struct, frozen=True, kw_only=True):
         In a pod port-forwards come in over loopback, so the pod's own address alone would not do.
         """
         if host is not None:
-            return host
+            return bare_host(host)
         if self.ip is None:
             return "127.0.0.1"
         return "::" if ipaddress.ip_address(self.ip).version == 6 else "0.0.0.0"
@@ -48,3 +49,8 @@ class PodIdentity(msgspec.Struct, frozen=True, kw_only=True):
     def control_host(self, address: str) -> str:
         """Address that control ports of a head bind: the pod's own, else that of --data-parallel-address."""
         return self.ip or address
+
+    @property
+    def control_setting(self) -> str:
+        """What says which address control ports bind."""
+        return "--data-parallel-address" if self.ip is None else "DPI_POD_IP"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -48,6 +49,10 @@ class Utilities:
             known = ", ".join(sorted(self.methods))
             hint = " (LoRA adapters are not in this version)" if "lora" in method else ""
             raise UtilityError(f"unknown method {method[:64]!r}{hint}; known: {known}")
+        parameters = inspect.signature(function).parameters
+        if len(args) > len(parameters):
+            expected = f"at most {', '.join(parameters)}" if parameters else "none"
+            raise UtilityError(f"{method}: wrong arguments {args!r}: expected {expected}")
         try:
             return function(*args)
         except UtilityError:

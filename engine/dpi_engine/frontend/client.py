@@ -25,7 +25,7 @@ from dpi_engine.frontend.interface import (
 )
 from dpi_engine.frontend.keeper import RankKeeper
 from dpi_engine.frontend.links import RANK_BYTES, Links
-from dpi_engine.frontend.replay import WAIT_S, Replays
+from dpi_engine.frontend.replay import SETTLE_S, WAIT_S, Replays
 from dpi_engine.frontend.requests import check_request, open_stream, rename, to_message
 from dpi_engine.frontend.router import Router
 from dpi_engine.frontend.streams import RequestStream
@@ -354,8 +354,8 @@ class ZmqEngineClient(EngineClient):
 
     def _lost(self, stream: RequestStream, error: RankLost) -> None:
         """The rank of a stream that was in flight is lost: it goes on elsewhere, or ends in `error`."""
-        if self._replays.take(stream, error, time.monotonic()):
-            self._replay_soon()
+        if self._replays.take(stream, error, time.monotonic()) and self._loop is not None:
+            self._loop.call_later(SETTLE_S, self._replay)
 
     def _replay_soon(self) -> None:
         """Not within the news that made it possible: sending may bring news of its own."""

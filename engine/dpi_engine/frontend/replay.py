@@ -18,12 +18,16 @@ logger = logging.getLogger(__name__)
 
 WAIT_S = 30.0
 """How long a request waits for a rank that takes it, where nothing else is said."""
+SETTLE_S = 0.5
+"""A request waits at least this long: ranks that end together, as those of one pod, are all known by then, so none of
+them gets it next and uses up its replay."""
 
 
 @dataclass(slots=True)
 class _Waiting:
     stream: RequestStream
     lost: RankLost
+    since: float
     until: float
 
 
@@ -64,16 +68,22 @@ class Replays:
             stream.fail(lost)
             return False
         stream.replays += 1
-        self._waiting.append(_Waiting(stream, lost, now + self._wait_s))
+        self._waiting.append(_Waiting(stream, lost, now, now + self._wait_s))
         return True
 
     def place_all(self, now: float) -> None:
-        """Send what waits, end what has waited too long. For when a rank may have become ready, and now and then."""
+        """Send what has waited long enough, end what has waited too long.
+
+        For when a rank may have become ready, and now and then.
+        """
         waiting, self._waiting = self._waiting, []
         for entry in waiting:
             stream, rank = entry.stream, entry.stream.rank
             if stream.finished:
                 continue  # its reader has left
+            if now < entry.since + SETTLE_S:
+                self._waiting.append(entry)
+                continue
             try:
                 self._place(stream)
             except NoReadyRank as error:

@@ -77,7 +77,7 @@ class EngineProcess:
         self._steps = 0
         self._joining = False  # for the first time
         self._interruptible = True  # until requests are served, a signal ends the process wherever it is
-        self._drain_s = settings.shutdown_timeout if settings.headless else 0.0
+        self._drain_s = settings.shutdown_timeout if spec.drains else 0.0
         self._load_seq = 0
         self._last_load: tuple[object, ...] = ()
         self._prefix_sent = (0, 0, 0)

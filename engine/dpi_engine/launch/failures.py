@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from dpi_engine.launch.exit_codes import EXIT_CRASHED, EXIT_REFUSED
-from dpi_engine.wire.sockets import TooFewDescriptors
+from dpi_engine.wire.sockets import PathTooLong, TooFewDescriptors
 
 log = logging.getLogger(__name__)
 
@@ -19,8 +19,8 @@ class LaunchFailed(RuntimeError):
 
 
 def give_up(error: OSError) -> int:
-    """Log `error` as one line, and the exit code: another start may find a socket free, but no higher limit."""
-    if isinstance(error, TooFewDescriptors):
+    """Log `error` as one line, and the exit code: another start may find a socket free, not another limit or path."""
+    if isinstance(error, TooFewDescriptors | PathTooLong):
         log.error("%s", error.strerror)
         return EXIT_REFUSED
     log.error("%s", error)

@@ -22,7 +22,7 @@ from dpi_engine.config.build import build
 from dpi_engine.config.errors import ConfigError, SourceError
 from dpi_engine.config.experts import ExpertPlacement
 from dpi_engine.config.machine import auto_dtype, cpu_features, usable_cpus
-from dpi_engine.config.network import AddressError, resolve, source_address, tcp_endpoint
+from dpi_engine.config.network import AddressError, host_port, resolve, source_address, tcp_endpoint
 from dpi_engine.config.parallel import Mode, ParallelConfig, Ports
 from dpi_engine.config.pod import PodIdentity
 from dpi_engine.config.settings import Settings
@@ -70,6 +70,7 @@ WATCH_S = 0.25
 STANDSTILL_S = 1.5
 """A gap between two looks that only a standstill of this process explains."""
 STOP_MARGIN_S = 5.0
+TAKEN = (errno.EADDRINUSE, errno.EACCES)
 LOOK_UP_S = 5.0
 """For one look-up of the head's name; a stop waits for it."""
 
@@ -105,6 +106,7 @@ class Launcher:
         self._control: ControlServer | None = None
         self._addresses: PodAddresses | None = None
         self._stop = asyncio.Event()
+        self._drain_until = 0.0  # when what runs is ended, once this launch stops
         self._failed: asyncio.Future[LaunchFailed] | None = None
         self._calls = UtilityCalls()
         self._held = HeldPorts()
@@ -158,7 +160,7 @@ class Launcher:
     async def _serve_management(self) -> None:
         settings = self.settings
         await self._listen(make_management_app(self, self.token), "--management-port", settings.management_port)
-        where = f"http://{self._http_host()}:{settings.management_port}"
+        where = f"http://{host_port(self._http_host(), settings.management_port)}"
         log.info("management API on %s (/livez /readyz /startupz /metrics /ranks)", where)
         if self.parallel.mode is Mode.MULTI_PORT:
             app = make_supervisor_app(self.ready, self._supervised)
@@ -176,9 +178,8 @@ class Launcher:
             unresolved = isinstance(e, socket.gaierror)  # its numbers are not the system's
             # asyncio wraps the system's words in its own
             why = os.strerror(e.errno).lower() if e.errno and not unresolved else str(e.strerror or e)
-            todo = "; free it or give another" if e.errno == errno.EADDRINUSE else ""
-            if unresolved or e.errno == errno.EADDRNOTAVAIL:
-                todo = "; --host must be a name or an address of this machine"
+            wrong_host = "; --host must be a name or an address of this machine"
+            todo = "; free it or give another" if e.errno in TAKEN else wrong_host
             message = f"{flag} {port}: cannot listen on {host}: {why}{todo}"
             raise LaunchFailed(message, EXIT_REFUSED) from None
 
@@ -238,12 +239,16 @@ class Launcher:
         host = None
         if self.parallel.is_head and self.parallel.remote_ranks:
             address = self.pod.control_host(self.parallel.address)
-            host = await asyncio.to_thread(resolve, address, 30.0)
+            try:
+                host = await asyncio.to_thread(resolve, address, 30.0)
+            except AddressError as e:
+                why = f"{self.pod.control_setting}: {e}; the head binds it, give a name or IP of this machine"
+                raise LaunchFailed(why, EXIT_REFUSED) from None
         addresses = PodAddresses(self._run_dir, Ports.of(self.settings), self.parallel, host)
         self._addresses = addresses
         own = {"--management-port", "--data-parallel-supervisor-port"}  # held by this process by now
         wanted = [w for w in addresses.ports.bound(self.settings, self.parallel, self.moe) if w[0] not in own]
-        check_all(wanted, self._http_host(), addresses.host, self._held)
+        check_all(wanted, self._http_host(), addresses.host, self.pod.control_setting, self._held)
         exchange = await self._exchange(addresses) if self.coupled else {}
         if self._stop.is_set():
             return
@@ -271,6 +276,7 @@ class Launcher:
                 model_path=model_path,
                 handshake=handshake,
                 local=not self.parallel.headless,
+                drains=self.parallel.ranks_drain(self.coupled),
                 threads=threads,
                 local_rank=local_rank,
                 local_ranks=self.parallel.size_local,
@@ -288,7 +294,7 @@ class Launcher:
         for rank, (what, port) in addresses.ports.exchange(self.parallel, self.pod.in_pod).items():
             if port > 65535:
                 raise LaunchFailed(f"{what}: port {port} is out of range; lower --data-parallel-rpc-port", EXIT_REFUSED)
-            check_free(what, host, port)
+            check_free(what, host, port, self.pod.control_setting)
             found[rank] = [host, port]
         return found
 
@@ -472,7 +478,7 @@ class Launcher:
         if not self.state.complete and self.state.all_up():
             self.state.complete = True
             ports = {c.spec.port for c in self.children.values() if c.spec.kind is ChildKind.API}
-            where = "".join(f", http://{self._http_host()}:{port}/v1" for port in sorted(ports))
+            where = "".join(f", http://{host_port(self._http_host(), port)}/v1" for port in sorted(ports))
             log.info("ready in %.1f s: %s%s", now - self._began, self._what(), where)
 
     def _http_host(self) -> str:
@@ -586,6 +592,7 @@ class Launcher:
         """Stop; at the second signal do not wait for running requests."""
         if self._stop.is_set():
             log.warning("a second signal: running requests are ended now")
+            self._drain_until = 0.0
             for name, child in self.children.items():
                 if child.spec.kind is ChildKind.API:
                     child.stop()
@@ -599,20 +606,16 @@ class Launcher:
         if self.head:
             self.head.stopping = True
         limit = self.settings.shutdown_timeout if self._stop.is_set() else 0.0
+        self._drain_until = time.monotonic() + limit
         running = [c for c in self.children.values() if c.alive]
         if running:
             log.info("stopping %d processes; running requests may take %.0f s", len(running), limit)
-        if self._control:
-            for name, child in self.children.items():
-                child.stopping = True
-                headless_engine = child.spec.kind is ChildKind.ENGINE and self.parallel.headless
-                if child.alive and (child.spec.kind is ChildKind.API or headless_engine):
-                    await self._control.send(name, Drain(timeout_s=limit))
-        first = [c for c in self.children.values() if c.spec.kind is ChildKind.API]
-        await self._stop_children(first, limit)
+        for child in self.children.values():
+            child.stopping = True
+        await self._drain([c for c in self.children.values() if c.spec.kind is ChildKind.API])
         engines = [c for c in self.children.values() if c.spec.kind is ChildKind.ENGINE]
-        await self._stop_children(engines, limit if self.parallel.headless else 0.0)
-        await self._stop_children([c for c in self.children.values() if c.spec.kind is ChildKind.COORDINATOR], 0.0)
+        await (self._drain if self.parallel.ranks_drain(self.coupled) else self._stop_children)(engines)
+        await self._stop_children([c for c in self.children.values() if c.spec.kind is ChildKind.COORDINATOR])
         self._held.close()
         if self.head:
             await self.head.close()
@@ -621,7 +624,16 @@ class Launcher:
         if running:
             log.info("stopped")
 
-    async def _stop_children(self, children: list[Child], drain_s: float) -> None:
+    async def _drain(self, children: list[Child]) -> None:
+        """Stop them when they have finished what they do, within what is left of the time for it."""
+        left = max(0.0, self._drain_until - time.monotonic())
+        if self._control:
+            for child in children:
+                if child.alive:
+                    await self._control.send(child.spec.name, Drain(timeout_s=left))
+        await self._stop_children(children, left)
+
+    async def _stop_children(self, children: list[Child], drain_s: float = 0.0) -> None:
         if not children:
             return
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterable
 
-from dpi_engine.config.network import port_is_free
+from dpi_engine.config.network import AddressError, port_is_free
 from dpi_engine.launch.exit_codes import EXIT_REFUSED
 from dpi_engine.launch.failures import LaunchFailed
 
 
-def check_free(what: str, host: str, port: int) -> None:
-    """Raises LaunchFailed naming the flag (`what`) whose port another process holds."""
-    if not port_is_free(host, port):
+def check_free(what: str, host: str, port: int, host_from: str) -> None:
+    """Raises LaunchFailed naming the flag (`what`) whose port another process holds, or the setting of a wrong host."""
+    try:
+        free = port_is_free(host, port)
+    except AddressError as e:
+        raise LaunchFailed(f"{what}: {e}; {host_from} must be an address of this machine", EXIT_REFUSED) from None
+    if not free:
         raise LaunchFailed(f"{what}: port {port} of {host} is in use; free it or give another", EXIT_REFUSED)
 
 
@@ -44,15 +48,17 @@ class HeldPorts:
             held.close()
 
 
-def check_all(wanted: Iterable[tuple[str, int]], http_host: str, control_host: str | None, held: HeldPorts) -> None:
+def check_all(
+    wanted: Iterable[tuple[str, int]], http_host: str, control_host: str | None, control_from: str, held: HeldPorts
+) -> None:
     """Look at each (flag, port) before a child starts in vain, and hold those of the HTTP servers. Raises LaunchFailed.
 
-    `control_host`: None where nothing but the HTTP servers listens on TCP.
+    `control_host`: None where nothing but the HTTP servers listens on TCP; `control_from` is the setting that gave it.
     """
     for what, port in wanted:
         for_http = what.startswith("--port")
         host = http_host if for_http else control_host
         if host is not None:
-            check_free(what, host, port)
+            check_free(what, host, port, "--host" if for_http else control_from)
         if for_http:
             held.hold(http_host, port)

@@ -72,6 +72,7 @@ class ChildSpec(msgspec.Struct, kw_only=True):
     local_rank: int = 0
     handshake: list[str] = []
     local: bool = True
+    drains: bool = False  # after SIGTERM it goes on until nobody needs it, for the shutdown timeout at most
     tensor: TensorPart | None = None  # of a worker that shares the rank's layers, but for the first
     exchange: list[Any] = []  # [IP, port] where a rank that steps together with the others takes their links
     # API servers

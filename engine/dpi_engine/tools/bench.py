@@ -54,7 +54,7 @@ class BenchCommand:
             return asyncio.run(bench(args))
         except (EndpointError, BenchError) as e:
             print(f"dpi bench: {e}", file=sys.stderr)
-            return EXIT_CRASHED
+            return e.code if isinstance(e, EndpointError) else EXIT_CRASHED
         except KeyboardInterrupt:
             return EXIT_INTERRUPTED
 

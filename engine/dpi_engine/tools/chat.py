@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import Any
 
-from dpi_engine.launch.exit_codes import EXIT_CRASHED, EXIT_OK
+from dpi_engine.launch.exit_codes import EXIT_OK, EXIT_USAGE
 
 
 class ChatCommand:
@@ -30,12 +30,12 @@ class ChatCommand:
 
         if args.max_tokens < 1:
             print("dpi chat: --max-tokens must be at least 1", file=sys.stderr)
-            return 2
+            return EXIT_USAGE
         try:
             return asyncio.run(_main(args))
         except EndpointError as e:
             print(f"dpi chat: {e}", file=sys.stderr)
-            return EXIT_CRASHED
+            return e.code
         except (KeyboardInterrupt, EOFError):
             print()
             return EXIT_OK

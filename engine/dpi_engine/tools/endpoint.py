@@ -10,11 +10,21 @@ from typing import Any
 
 import aiohttp
 
+from dpi_engine.launch.exit_codes import EXIT_CRASHED, EXIT_USAGE
+
 DEFAULT_URL = "http://127.0.0.1:8000"
 
 
 class EndpointError(RuntimeError):
     """The endpoint did not answer as asked; the message says what was sent where and what came back."""
+
+    code = EXIT_CRASHED  # of the tool
+
+
+class BadUrl(EndpointError):
+    """Nothing was asked: this cannot be an endpoint's address."""
+
+    code = EXIT_USAGE
 
 
 def add_endpoint_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +57,7 @@ class Endpoint:
         base = url.rstrip("/")
         self.base = base.removesuffix("/v1")
         if not self.base.startswith(("http://", "https://")):
-            raise EndpointError(f"--url {url!r}: expected an address such as http://{base or '127.0.0.1:8000'}")
+            raise BadUrl(f"--url {url!r}: expected an address such as http://{base or '127.0.0.1:8000'}")
         key = api_key or os.environ.get("OPENAI_API_KEY")
         self._headers = {**({"Authorization": f"Bearer {key}"} if key else {}), **(headers or {})}
         self._limit, self._timeout = connections, timeout_s

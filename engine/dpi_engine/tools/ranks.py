@@ -7,7 +7,7 @@ import math
 import sys
 from typing import Any
 
-from dpi_engine.launch.exit_codes import EXIT_CRASHED, EXIT_OK
+from dpi_engine.launch.exit_codes import EXIT_OK, EXIT_USAGE
 
 DEFAULT_MANAGEMENT_URL = "http://127.0.0.1:8081"
 
@@ -31,12 +31,12 @@ class RanksCommand:
 
         if not 0 < args.interval < math.inf:
             print(f"dpi ranks: --interval: expected seconds above 0, got {args.interval:g}", file=sys.stderr)
-            return 2
+            return EXIT_USAGE
         try:
             return asyncio.run(_main(args))
         except EndpointError as e:
             print(f"dpi ranks: {e}", file=sys.stderr)
-            return EXIT_CRASHED
+            return e.code
         except KeyboardInterrupt:
             return EXIT_OK
 

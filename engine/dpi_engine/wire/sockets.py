@@ -220,6 +220,10 @@ def _too_long(base: str) -> bool:
     return len(os.fsencode(base)) > IPC_PATH_LIMIT - ROOM_IN_FOLDER
 
 
+class PathTooLong(OSError):
+    """No socket has room in the folder for them."""
+
+
 class RuntimeDir:
     """A private folder (mode 0700) for ipc sockets, removed by `close` or at the end of the `with` block.
 
@@ -235,7 +239,7 @@ class RuntimeDir:
         if not os.path.isdir(base) or not os.access(base, os.W_OK) or _too_long(base):
             base = tempfile.gettempdir()
         if _too_long(base):
-            raise OSError(
+            raise PathTooLong(
                 errno.ENAMETOOLONG, f"no folder for sockets: {base} is too long a path; set TMPDIR to another"
             )
         self._sweep(Path(base))
