@@ -152,9 +152,9 @@ class Api:
                 return items
 
     async def create(self, kind: str, namespace: str, body: dict[str, Any], dry_run: bool = False) -> dict[str, Any]:
-        """`dry_run`: only ask whether it would be taken, with every field known."""
+        """Refused where a field is not known, which would else be dropped. `dry_run`: only ask whether it would be."""
         k = KINDS[kind]
-        query = {"fieldManager": MANAGER} | ({"dryRun": "All", "fieldValidation": "Strict"} if dry_run else {})
+        query = {"fieldManager": MANAGER, "fieldValidation": "Strict"} | ({"dryRun": "All"} if dry_run else {})
         return await self.call("create", k, "POST", k.path(namespace), query, body)
 
     async def apply(self, kind: str, namespace: str, body: dict[str, Any], sub: str = "") -> dict[str, Any]:
