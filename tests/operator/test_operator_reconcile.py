@@ -85,7 +85,26 @@ def test_a_rank_that_the_head_has_lost_degrades_but_does_not_take_the_endpoint_a
         ),
         ({"engine": {"args": ["--no-such-flag", "1"]}}, "Accepted", Reason.INVALID_SPEC, ["--no-such-flag"]),
         ({"engine": {"args": ["--port", "1"]}}, "Accepted", Reason.RESERVED_FLAG, ["--port"]),
+        ({"engine": {"args": ["--help"]}}, "Accepted", Reason.INVALID_SPEC, ["--help", "remove it"]),
         ({"engine": {"env": [{"name": "DPI_MODEL"}]}}, "Accepted", Reason.RESERVED_FIELD, ["DPI_MODEL"]),
+        (
+            {"template": {"spec": {"containers": [{"name": "engine", "env": [{"name": "DPI_POD_IP"}]}]}}},
+            "Accepted",
+            Reason.RESERVED_FIELD,
+            ["spec.template.spec.containers[engine].env", "DPI_POD_IP"],
+        ),
+        (
+            {"template": {"metadata": {"labels": {"dpinference.dev/role": "rank0"}}}},
+            "Accepted",
+            Reason.RESERVED_FIELD,
+            ["spec.template.metadata.labels", "dpinference.dev/role"],
+        ),
+        (
+            {"template": {"metadata": {"labels": {"app.kubernetes.io/managed-by": "me"}}}},
+            "Accepted",
+            Reason.RESERVED_FIELD,
+            ["app.kubernetes.io/managed-by"],
+        ),
         (
             {"template": {"spec": {"hostname": "x"}}},
             "Accepted",

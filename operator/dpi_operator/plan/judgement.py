@@ -457,7 +457,7 @@ def _going(s: Scene, pod: PodFacts) -> bool:
 
 def _lost(s: Scene) -> Verdict | None:
     for group in s.waiting:
-        if group.serving or any(_going(s, p) for p in group.pods.values()):
+        if (group.serving and group.name in s.formed) or any(_going(s, p) for p in group.pods.values()):
             missing = missing_ranks(group)
             if missing:
                 return Verdict(True, Reason.RANK_LOST, f"Group {group.index}: ranks {missing} do not serve.")

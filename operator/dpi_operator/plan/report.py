@@ -35,7 +35,8 @@ def phase_of(scene: Scene, group: Group, leaving: bool) -> tuple[Phase, str]:
     if pods and all(p.deleting is not None and p.uid in scene.dismissed for p in pods):
         return Phase.PENDING, "PodsPending"
     due = any(d.recreating or (d.due is not None and d.attempts) for d in domains)
-    if due or any(p.failed or p.deleting is not None for p in pods) or group.serving:
+    lost = group.serving and group.name in scene.formed  # before it has formed, the others are on their way
+    if due or any(p.failed or p.deleting is not None for p in pods) or lost:
         reason = next((d.evidence[0].reason for d in domains if d.evidence), "RankLost")
         return Phase.RECOVERING, reason
     if len(pods) < len(group.plans) or not pods:
