@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import yaml
 
+from dpi_engine.config.yaml_file import OnceLoader
 from dpi_operator.api.types import API_VERSION, KIND, DataParallelInference
 
 
@@ -26,21 +27,27 @@ def _at(document: Any, path: str) -> Any:
     return value
 
 
-def _fields_at(path: str) -> list[str]:
-    """camelCase names of the struct that stands at `path` ($.spec.engine)."""
+def _type_at(path: str) -> Any:
+    """Type of what stands at `path` ($.spec.engine), of an element where that is a list; None for an unknown path."""
     kind: Any = msgspec.inspect.type_info(DataParallelInference)
     for key in re.findall(r"\.(\w+)", path):
         field = next((f for f in getattr(kind, "fields", ()) if f.encode_name == key), None)
         if field is None:
-            return []
+            return None
         kind = field.type
         while isinstance(kind, msgspec.inspect.Metadata):
             kind = kind.type
         if isinstance(kind, msgspec.inspect.UnionType):
-            kind = next((t for t in kind.types if isinstance(t, msgspec.inspect.StructType)), kind)
+            told = (msgspec.inspect.StructType, msgspec.inspect.EnumType)
+            kind = next((t for t in kind.types if isinstance(t, told)), kind)
         if isinstance(kind, msgspec.inspect.ListType):
             kind = kind.item_type
-    return [f.encode_name for f in getattr(kind, "fields", ())]
+    return kind
+
+
+def _fields_at(path: str) -> list[str]:
+    """camelCase names of the struct that stands at `path`."""
+    return [f.encode_name for f in getattr(_type_at(path), "fields", ())]
 
 
 def _explain(error: msgspec.ValidationError, document: Any) -> str:
@@ -54,6 +61,8 @@ def _explain(error: msgspec.ValidationError, document: Any) -> str:
     if m := re.search(r"missing required field `(\w+)`", text):
         return f"{where}: `{m[1]}` is required"
     got = _at(document, path)
+    if text.startswith("Invalid enum value") and isinstance(kind := _type_at(path), msgspec.inspect.EnumType):
+        return f"{where}: expected {', '.join(str(member.value) for member in kind.cls)}; got {got!r}"
     return f"{where}: {text[:1].lower()}{text[1:]}" + ("" if got is None else f", got {got!r}")
 
 
@@ -77,10 +86,10 @@ def the_document(path: str) -> Any:
     """
     try:
         with open(path, encoding="utf-8") as f:
-            documents = [d for d in yaml.safe_load_all(f) if d is not None]
+            documents = [d for d in yaml.load_all(f, Loader=OnceLoader) if d is not None]
     except OSError as e:
         raise ManifestError(f"{path}: cannot be read: {e.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as e:
+    except (yaml.YAMLError, ValueError, RecursionError) as e:  # ValueError: no UTF-8, or no date such as 2026-02-31
         raise ManifestError(f"{path}: not YAML: {' '.join(str(e).split())}") from None
     ours = [d for d in documents if isinstance(d, dict) and d.get("kind") == KIND]
     if len(ours) != 1:
