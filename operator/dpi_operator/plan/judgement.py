@@ -439,7 +439,7 @@ def _failing(s: Scene) -> Verdict | None:
             of = f" of {most}" if most is not None else ""
             when = f" Recreation due {to_text(domain.due)}" if domain.due is not None else ""
             text = f"{in_a_sentence(last)}{when} (attempt {domain.attempts}{of})."
-            killed = last.reason == "OOMKilled"
+            killed = last.reason == "OOMKilled" and not last.container
             if killed:
                 text += " Raise engine.resources.limits.memory."
             if last.message:

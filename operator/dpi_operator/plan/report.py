@@ -50,7 +50,8 @@ def phase_of(scene: Scene, group: Group, leaving: bool) -> tuple[Phase, str]:
 
 
 def _termination(e: Evidence) -> Termination:
-    return Termination(exit_code=e.exit_code, reason=e.reason, message=e.message, finished_at=e.finished_at)
+    message = f"container {e.container}: {e.message or 'no last words'}" if e.container else e.message
+    return Termination(exit_code=e.exit_code, reason=e.reason, message=message, finished_at=e.finished_at)
 
 
 def _ranks(scene: Scene, group: Group, room: int) -> list[RankStatus]:
