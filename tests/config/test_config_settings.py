@@ -321,9 +321,16 @@ def test_environment_round_trips_for_every_scalar(data):
 @given(hs.lists(hs.text(max_size=8), max_size=6), hs.dictionaries(hs.sampled_from([f.env for f in FIELDS]), hs.text()))
 def test_no_input_escapes_as_another_error(argv, env):
     try:
-        parse_serve([a for a in argv if a not in ("-h", "--help")], env)
+        parse_serve(argv, env)
     except SettingsError as e:
         assert str(e)
+
+
+@pytest.mark.parametrize("flag", ["-h", "--help", "--help=all", "--he", "--version"])
+def test_a_flag_that_ends_a_program_is_an_error_like_another_where_settings_are_read(flag, capsys):
+    with pytest.raises(SettingsError, match=f"flag {flag.partition('=')[0]} is not known"):
+        parse_serve(["m", flag])
+    assert capsys.readouterr().out == ""
 
 
 def test_the_table_is_complete_and_consistent():

@@ -44,6 +44,7 @@ def test_a_name_a_model_and_an_image_are_enough():
         ("parallelism.dataParallelSize", "two", ["spec.parallelism.dataParallelSize: expected `int`, got 'two'"]),
         ("loadBalancing.mode", "Round", ["mode: expected one of Internal, Hybrid, External, MultiPort, got 'Round'"]),
         ("engine.device", "tpu", ["spec.engine.device: expected one of auto, cpu, cuda, got 'tpu'"]),
+        ("security.controlChannel", "TLS", ["expected one of Plaintext, Curve, got 'TLS'"]),
         ("model.uri", "s3://bucket/x", ["spec.model.uri", "got 's3://bucket/x'"]),
         ("engine.ports.http", 70000, ["spec.engine.ports.http", "65535", "got 70000"]),
         ("rankOverrides", [{"ranks": "a"}], ["spec.rankOverrides", "got 'a'"]),
@@ -67,6 +68,10 @@ def test_missing_fields_are_named():
     ("text", "words"),
     [
         ("a: [", "not YAML"),
+        ("a: " + "[" * 3000 + "]" * 3000, "not YAML"),
+        ("a: 2026-02-31", "not YAML: day is out of range"),
+        (yaml.safe_dump(MINIMAL) + "kind: DataParallelInference\n", "key 'kind' is given twice"),
+        (yaml.safe_dump({**MINIMAL, "sepc": {}}), "the object: there is no field `sepc`; did you mean `spec`?"),
         ("", "expected one DataParallelInference, got 0"),
         ("apiVersion: v1\nkind: Pod\n", "apiVersion: expected dpinference.dev/v1alpha1"),
         ("- 1\n", "got list"),

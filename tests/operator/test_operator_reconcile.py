@@ -52,6 +52,26 @@ def test_missing_ranks_are_named_with_what_they_are_doing():
     assert [(r.state, r.stage) for r in ranked] == [("READY", ""), ("LOADING", "reading weights 40%")]
 
 
+@pytest.mark.parametrize("mode", ["Internal", "External"])
+def test_a_rank_that_is_slower_to_start_is_on_its_way_and_not_lost(mode):
+    world = World(document(loadBalancing={"mode": mode}))
+    world.settle()
+    head, slow = world.pod(0, 0), world.pod(0, 1)
+    world.make_ready(head)
+    world.start(slow)
+    world.settle()
+    assert (world.status.groups[0].phase, world.status.groups[0].reason) == ("Handshake", "RanksMissing")
+    assert world.condition("Degraded").reason == "Healthy"
+    assert world.condition("HandshakeComplete").reason == "RanksMissing"
+    world.make_ready(slow)
+    world.settle()
+    assert world.status.groups[0].phase == "Ready"
+    world.remove(slow)  # once all have served, it is a loss
+    world.settle()
+    assert world.status.groups[0].phase == "Recovering"
+    assert world.condition("Degraded").reason == "RankLost"
+
+
 def test_an_answer_of_an_earlier_head_says_nothing_of_this_one():
     world = up()
     head = world.pod(0, 0)
@@ -85,7 +105,14 @@ def test_a_rank_that_the_head_has_lost_degrades_but_does_not_take_the_endpoint_a
         ),
         ({"engine": {"args": ["--no-such-flag", "1"]}}, "Accepted", Reason.INVALID_SPEC, ["--no-such-flag"]),
         ({"engine": {"args": ["--port", "1"]}}, "Accepted", Reason.RESERVED_FLAG, ["--port"]),
+        ({"engine": {"args": ["--help"]}}, "Accepted", Reason.INVALID_SPEC, ["--help", "remove it"]),
         ({"engine": {"env": [{"name": "DPI_MODEL"}]}}, "Accepted", Reason.RESERVED_FIELD, ["DPI_MODEL"]),
+        (
+            {"template": {"spec": {"containers": [{"name": "engine", "env": [{"name": "DPI_POD_IP"}]}]}}},
+            "Accepted",
+            Reason.RESERVED_FIELD,
+            ["spec.template.spec.containers[engine].env", "DPI_POD_IP"],
+        ),
         (
             {"template": {"spec": {"hostname": "x"}}},
             "Accepted",
@@ -349,3 +376,13 @@ def test_a_container_that_cannot_be_made_says_what_is_missing(said, reason, name
     handshake = world.condition("HandshakeComplete")
     assert (handshake.status, handshake.reason) == ("False", reason)
     assert head in handshake.message and names in handshake.message
+
+
+def test_no_file_of_the_operators_is_read_for_an_object(tmp_path):
+    secret = tmp_path / "token"
+    secret.write_text("hunter2")
+    world = World(document(engine={"args": ["--config", str(secret)]}))
+    world.settle()
+    found = world.condition("Accepted")
+    assert (found.status, found.reason) == ("False", Reason.NOT_SUPPORTED)
+    assert "hunter2" not in found.message and "--config" in found.message

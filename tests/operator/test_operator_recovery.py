@@ -1,9 +1,11 @@
 """Lost pods: replaced alone or with their group, with back-off and budget, evidence first."""
 
+import msgspec
 import pytest
 from operator_world import World, document, up
 
 from dpi_operator.api.reasons import EventReason
+from dpi_operator.observe.pods import pod_facts
 from dpi_operator.plan.actions import Apply, Create, Delete
 from dpi_operator.plan.state import STATE_KEY
 
@@ -318,3 +320,64 @@ def test_a_create_never_comes_before_the_name_is_free():
     world.remove(world.pod(0, 1))
     world.settle()
     assert world.names() == ["0-0", "0-1"]
+
+
+# -- containers beside the engine --------------------------------------------------------------------------------------
+
+
+def a_pod(engine, beside, phase="Running", first=None, **metadata):
+    """As the API holds it: states of the engine, of a container beside it, and of one that ran before them."""
+
+    def one(name, code):
+        ended = {"exitCode": code, "reason": "Error" if code else "Completed", "startedAt": "2027-01-15T08:00:00Z"}
+        return {"name": name, "state": {"running": {}} if code is None else {"terminated": ended}}
+
+    status = {
+        "phase": phase,
+        "containerStatuses": [one("engine", engine), one("side", beside)],
+        "initContainerStatuses": [one("fetch", first)] if first is not None else [],
+    }
+    return pod_facts(
+        {"metadata": {"name": "demo-0123456789-0-1", "uid": "u", "labels": {}, **metadata}, "status": status}
+    )
+
+
+@pytest.mark.parametrize(
+    ("engine", "beside", "container", "code"),
+    [(137, None, "", 137), (None, 9, "side", 9), (None, 0, "side", 0), (0, 9, "side", 9), (1, 9, "", 1)],
+)
+def test_a_pod_of_which_one_container_ended_is_lost_though_another_runs(engine, beside, container, code):
+    facts = a_pod(engine, beside, first=0)
+    assert facts.failed and not facts.running
+    assert (facts.termination.container, facts.termination.exit_code) == (container, code)
+
+
+def test_containers_that_run_or_were_told_to_end_are_no_failure():
+    assert not a_pod(None, None).failed
+    assert not a_pod(None, None, first=0).failed
+    assert not a_pod(0, None, deletionTimestamp="2027-01-15T08:01:15Z").failed
+
+
+def test_a_container_that_fails_before_the_engine_is_named():
+    facts = a_pod(None, None, phase="Failed", first=7)
+    assert (facts.failed, facts.termination.container, facts.termination.exit_code) == (True, "fetch", 7)
+
+
+def test_a_rank_whose_companion_ended_is_replaced_and_the_companion_named():
+    world = up()
+    rank1 = world.pod(0, 1)
+    uid = world.pods[rank1].uid
+    ended = a_pod(None, 137)
+    end = msgspec.structs.replace(ended.termination, pod=rank1, uid=uid, reason="OOMKilled", rank_start=1)
+    world._change(rank1, ready=False, ready_since=None, ended=ended.ended, termination=end)
+    world.settle()
+    degraded = world.condition("Degraded")
+    assert (degraded.reason, "Container side of rank 1 (pod " in degraded.message) == ("RankLost", True)
+    assert "engine.resources" not in degraded.message
+    assert world.status.groups[0].ranks[1].last_termination.message == "container side: no last words"
+    world.now += 30
+    world.settle()
+    assert world.pods[rank1].uid != uid
+    (event,) = [e for e in world.events if e.reason is EventReason.RANK_REPLACED]
+    assert "Container side of rank 1" in event.message
+    assert event.message.endswith("; raise that container's limits.memory in spec.template.")

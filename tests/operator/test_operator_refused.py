@@ -392,6 +392,10 @@ def test_a_real_api_server_refuses_and_what_serves_goes_on(monkeypatch):
             await asyncio.to_thread(put, "new", template={"metadata": {"labels": {"team": "a b!"}}})
             await ask(lambda: of(space, "Accepted", "new")["reason"] == "ObjectRefused")
             assert not pods_of(space, "new")
+            await asyncio.to_thread(put, "slip", template={"spec": {"nodeSelctor": {"gpu": "yes"}}})
+            await ask(lambda: "nodeSelctor" in of(space, "Accepted", "slip")["message"])
+            assert of(space, "Accepted", "slip")["reason"] == "ObjectRefused"
+            assert not pods_of(space, "slip")
 
             await asyncio.to_thread(put, "demo")
             await ask(lambda: of(space, "Ready")["status"] == "True")

@@ -9,6 +9,7 @@ import yaml
 from api_model import ApiModel
 from operator_world import document
 
+from dpi_engine.cli import main as dpi
 from dpi_operator.apply.client import Api
 from dpi_operator.apply.events import Events
 from dpi_operator.apply.executor import Executor
@@ -493,3 +494,61 @@ def test_many_objects_at_once(tmp_path, monkeypatch):
             assert len(model.all("Pod")) == 80
 
     asyncio.run(main())
+
+
+# -- commands that ask a cluster ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flags", [[], ["-n", "ns"]])
+def test_a_command_asks_in_the_namespace_of_the_context(flags, tmp_path, monkeypatch, capsys):
+    async def main():
+        async with cluster() as (model, _):
+            model.put(document())
+            found = model.kubeconfig()
+            for entry in found["contexts"]:
+                entry["context"]["namespace"] = "elsewhere" if flags else "ns"
+            config = tmp_path / "kubeconfig"
+            config.write_text(yaml.safe_dump(found))
+            monkeypatch.setenv("KUBECONFIG", str(config))
+            assert await asyncio.to_thread(dpi, ["status", "demo", *flags]) == 0
+            assert await asyncio.to_thread(dpi, ["status", "nobody", *flags]) == 1
+
+    asyncio.run(main())
+    told = capsys.readouterr()
+    assert told.out.startswith("ns/demo  not seen by an operator yet")
+    assert "there is no DataParallelInference ns/nobody" in told.err
+
+
+CLUSTER = {"cluster": {"server": "https://127.0.0.1:1", "certificate-authority-data": "bm90aGluZw=="}, "name": "c"}
+CONTEXT = {"context": {"cluster": "c", "user": "u"}, "name": "x"}
+
+
+@pytest.mark.parametrize("command", ["status", "rollback"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        ": : {",
+        "- 1",
+        "words",
+        "",
+        "\x00",
+        yaml.safe_dump({"current-context": "x", "contexts": 5}),
+        yaml.safe_dump({"current-context": "x", "contexts": [CONTEXT], "clusters": [CLUSTER], "users": []}),
+        yaml.safe_dump(
+            {"current-context": "x", "contexts": [CONTEXT], "clusters": [CLUSTER], "users": [{"name": "u", "user": {}}]}
+        ),
+    ],
+)
+def test_a_kubeconfig_that_is_none_is_named(command, text, tmp_path, monkeypatch, capsys):
+    config = tmp_path / "kubeconfig"
+    config.write_text(text)
+    monkeypatch.setenv("KUBECONFIG", str(config))
+    assert dpi([command, "demo"]) == 1
+    assert f"dpi {command}: no answer: " in (told := capsys.readouterr().err)
+    assert "KUBECONFIG" in told
+
+
+@pytest.mark.parametrize("name", ["dpi/demo", "../demo", "Demo", ""])
+def test_a_name_is_one_name(name, capsys):
+    assert dpi(["status", name]) == 2
+    assert f"expected the name of an object alone, such as smollm2, got {name!r}" in capsys.readouterr().err

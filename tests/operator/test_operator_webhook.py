@@ -28,6 +28,8 @@ BAD = [
     ({"parallelism": {"dataParallelSize": 3, "dataParallelSizeLocal": 2}}, "dataParallelSizeLocal"),
     ({"engine": {"args": ["--port", "1"]}}, "ReservedFlag: spec.engine.args: --port"),
     ({"engine": {"args": ["--no-such-flag"]}}, "--no-such-flag"),
+    ({"engine": {"args": ["--help"]}}, "InvalidSpec: spec.engine.args: --help"),
+    ({"engine": {"args": ["--config", "/etc/hostname"]}}, "NotSupported: spec.engine.args: --config"),
     ({"engine": {"surprise": 1}}, "there is no field `surprise`"),
     ({"rollout": {"maxSurge": "many"}}, "spec.rollout"),
     ({"rankOverrides": [{"ranks": "1", "args": ["--seed", "7"]}]}, "FingerprintMismatch: spec.rankOverrides: rank 1"),

@@ -417,7 +417,8 @@ def from_args(args: argparse.Namespace, env: Mapping[str, str]) -> Settings:
 
 def parse_serve(argv: Sequence[str], env: Mapping[str, str] | None = None) -> Settings:
     """Settings of `dpi serve ARGV`. `env` defaults to no environment at all: pass os.environ. Raises SettingsError."""
-    parser = loading.FlagParser(prog="dpi serve", allow_abbrev=False)
+    # No --help: who asks for settings is no terminal, and argparse would end its process.
+    parser = loading.FlagParser(prog="dpi serve", allow_abbrev=False, add_help=False)
     add_arguments(parser)
     return from_args(parser.parse_args(list(argv)), env or {})
 

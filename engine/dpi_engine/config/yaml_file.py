@@ -13,7 +13,7 @@ from dpi_engine.config.keys import describe
 MAX_CONFIG_BYTES = 1 << 20
 
 
-class _Loader(yaml.SafeLoader):
+class OnceLoader(yaml.SafeLoader):
     """A safe loader that refuses a key given twice, of which YAML would silently take the last."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
@@ -39,7 +39,7 @@ def load_yaml(path: str) -> dict[Any, Any]:
     if len(data) > MAX_CONFIG_BYTES:
         raise SettingsError(f"file {path} (--config): expected at most {MAX_CONFIG_BYTES} bytes, got more")
     try:
-        loaded = yaml.load(data, Loader=_Loader)
+        loaded = yaml.load(data, Loader=OnceLoader)
     except (yaml.YAMLError, UnicodeDecodeError, ValueError, RecursionError) as e:
         text = " ".join(str(e).split()).replace("<byte string>", path).replace("<unicode string>", path)
         raise SettingsError(f"file {path} (--config): not valid YAML: {text or type(e).__name__}") from None

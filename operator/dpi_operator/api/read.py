@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import yaml
 
+from dpi_engine.config.yaml_file import OnceLoader
 from dpi_operator.api.types import API_VERSION, KIND, DataParallelInference
 
 
@@ -95,10 +96,10 @@ def the_document(path: str) -> Any:
     """
     try:
         with open(path, encoding="utf-8") as f:
-            documents = [d for d in yaml.safe_load_all(f) if d is not None]
+            documents = [d for d in yaml.load_all(f, Loader=OnceLoader) if d is not None]
     except OSError as e:
         raise ManifestError(f"{path}: cannot be read: {e.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as e:
+    except (yaml.YAMLError, ValueError, RecursionError) as e:  # ValueError: no UTF-8, or no date such as 2026-02-31
         raise ManifestError(f"{path}: not YAML: {' '.join(str(e).split())}") from None
     ours = [d for d in documents if isinstance(d, dict) and d.get("kind") == KIND]
     if len(ours) != 1:

@@ -643,7 +643,7 @@ class Metadata(msgspec.Struct, rename="camel", kw_only=True):
     annotations: dict[str, str] = {}
 
 
-class DataParallelInference(msgspec.Struct, rename="camel", kw_only=True):
+class DataParallelInference(msgspec.Struct, rename="camel", forbid_unknown_fields=True, kw_only=True):
     metadata: Metadata
     spec: Spec
     api_version: str = API_VERSION

@@ -57,6 +57,8 @@ RESERVED_FLAGS = (
 )
 """Flags that the planner sets from fields of the object; `engine.args` must not repeat them."""
 
+HELP_FLAGS = ("--help", "-h")
+
 MAX_RANKS = 4096
 """Ranks of one object over all its groups."""
 
@@ -233,16 +235,26 @@ def _rollout(dpi: DataParallelInference) -> list[Finding]:
     return found
 
 
-def _args(field: str, args: list[str]) -> list[Finding]:
+def _args(field: str, args: list[str], runtime: Runtime) -> list[Finding]:
     found = []
     for arg in args:
         flag = arg.partition("=")[0]
+        if flag.startswith("--"):
+            flag = flag.replace("_", "-")  # as both runtimes read it
         if flag in RESERVED_FLAGS:
             found.append(Finding(Reason.RESERVED_FLAG, field, f"{flag} is set from the object's own fields; remove it"))
+        elif flag in HELP_FLAGS:
+            found.append(_invalid(field, f"{flag}: a pod would print its flags and end; remove it"))
+        elif flag == "--config" and runtime is Runtime.DPI:
+            # Read where objects are judged, it would be a file of the operator's pod, and no rank's.
+            text = (
+                f"{flag} names a file that only the pods have, so that ranks cannot be compared; give its keys as flags"
+            )
+            found.append(Finding(Reason.NOT_SUPPORTED, field, text))
     return found
 
 
-def _overrides(overrides: list[RankOverride], size: int, local: int) -> list[Finding]:
+def _overrides(overrides: list[RankOverride], size: int, local: int, runtime: Runtime) -> list[Finding]:
     found: list[Finding] = []
     seen: dict[int, int] = {}
     for i, override in enumerate(overrides):
@@ -260,7 +272,7 @@ def _overrides(overrides: list[RankOverride], size: int, local: int) -> list[Fin
                 )
                 break
             seen[rank] = i
-        found += _args(f"spec.rankOverrides[{i}].args", override.args)
+        found += _args(f"spec.rankOverrides[{i}].args", override.args, runtime)
     return found
 
 
@@ -274,8 +286,8 @@ def validate(dpi: DataParallelInference) -> list[Finding]:
         + _failure(dpi)
         + _modes(dpi)
         + _rollout(dpi)
-        + _args("spec.engine.args", spec.engine.args)
+        + _args("spec.engine.args", spec.engine.args, spec.engine.runtime)
     )
     if not any(f.field == "spec.parallelism.dataParallelSizeLocal" for f in found):
-        found += _overrides(spec.rank_overrides, spec.parallelism.data_parallel_size, local)
+        found += _overrides(spec.rank_overrides, spec.parallelism.data_parallel_size, local, spec.engine.runtime)
     return found

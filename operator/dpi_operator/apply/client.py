@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
 
@@ -12,6 +13,7 @@ import aiohttp
 from kubernetes.aio import config as kube_config
 from kubernetes.aio.client import ApiClient, Configuration
 from kubernetes.aio.client.exceptions import ApiException
+from yaml import YAMLError
 
 from dpi_operator import telemetry
 from dpi_operator.apply.kinds import KINDS, Kind
@@ -32,33 +34,54 @@ class ApiError(Exception):
         self.status, self.message, self.reason = status, message, reason
 
 
-async def load_configuration() -> Configuration:
-    """From the pod's account inside a cluster, else from KUBECONFIG. Raises ApiError when there is neither."""
+POD_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+
+
+async def load_configuration() -> tuple[Configuration, str]:
+    """From the pod's account inside a cluster, else from KUBECONFIG; and the namespace that goes without saying.
+
+    Raises ApiError when there is neither.
+    """
     configuration = Configuration()
     try:
         kube_config.load_incluster_config(configuration)
+        return configuration, POD_NAMESPACE.read_text().strip() if POD_NAMESPACE.exists() else ""
     except kube_config.ConfigException:
         try:
-            await kube_config.load_kube_config(
-                config_file=os.environ.get("KUBECONFIG"), client_configuration=configuration
+            loader = await kube_config.load_kube_config(
+                config_file=os.environ.get("KUBECONFIG") or None, client_configuration=configuration
             )
-        except (kube_config.ConfigException, OSError) as e:
-            raise ApiError(0, f"neither in a cluster nor a usable KUBECONFIG: {e}") from e
-    return configuration
+            return configuration, loader.current_context["context"].get("namespace") or ""
+        # The library checks little of what such a file holds, and nothing of its types.
+        except (
+            kube_config.ConfigException,
+            OSError,
+            YAMLError,
+            ValueError,
+            TypeError,
+            LookupError,
+            AttributeError,
+        ) as e:
+            text = " ".join(str(e).split())
+            raise ApiError(0, f"neither in a cluster nor a usable KUBECONFIG: {text}") from e
 
 
 class Api:
     """Calls for the kinds in KINDS with the verbs listed there. Raises ApiError, KeyError for anything else."""
 
-    def __init__(self, client: ApiClient, concurrency: int = 20) -> None:
-        self._client = client
+    def __init__(self, client: ApiClient, concurrency: int = 20, namespace: str = "") -> None:
+        self._client, self.namespace = client, namespace or "default"
         self._slots = asyncio.Semaphore(concurrency)
 
     @classmethod
     async def connect(cls, concurrency: int = 20) -> Api:
-        configuration = await load_configuration()
+        configuration, namespace = await load_configuration()
         configuration.connection_pool_maxsize = concurrency
-        return cls(ApiClient(configuration), concurrency)
+        try:
+            client = ApiClient(configuration)
+        except (OSError, ValueError) as e:  # ssl.SSLError is an OSError
+            raise ApiError(0, f"the certificates of KUBECONFIG cannot be used: {e}") from e
+        return cls(client, concurrency, namespace)
 
     async def close(self) -> None:
         await self._client.close()
@@ -152,9 +175,9 @@ class Api:
                 return items
 
     async def create(self, kind: str, namespace: str, body: dict[str, Any], dry_run: bool = False) -> dict[str, Any]:
-        """`dry_run`: only ask whether it would be taken, with every field known."""
+        """Refused where a field is not known, which would else be dropped. `dry_run`: only ask whether it would be."""
         k = KINDS[kind]
-        query = {"fieldManager": MANAGER} | ({"dryRun": "All", "fieldValidation": "Strict"} if dry_run else {})
+        query = {"fieldManager": MANAGER, "fieldValidation": "Strict"} | ({"dryRun": "All"} if dry_run else {})
         return await self.call("create", k, "POST", k.path(namespace), query, body)
 
     async def apply(self, kind: str, namespace: str, body: dict[str, Any], sub: str = "") -> dict[str, Any]:

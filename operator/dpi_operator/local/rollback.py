@@ -6,6 +6,8 @@ import argparse
 import sys
 from typing import Any
 
+from dpi_operator.local.names import object_name
+
 MANAGER = "dpi-rollback"
 """Field manager of the change, so that it is told from what others wrote."""
 
@@ -15,8 +17,8 @@ class RollbackCommand:
     help = "go back to an earlier revision of a DataParallelInference of the cluster"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("object", metavar="NAME", help="name of the object")
-        parser.add_argument("-n", "--namespace", default="default", metavar="NS", help="its namespace (default)")
+        parser.add_argument("object", metavar="NAME", type=object_name, help="name of the object")
+        parser.add_argument("-n", "--namespace", default="", metavar="NS", help="its namespace (the context's)")
         parser.add_argument(
             "--to-revision",
             default="",
@@ -39,6 +41,7 @@ async def _roll_back(namespace: str, name: str, to: str, dry_run: bool) -> int:
 
     try:
         api = await Api.connect()
+        namespace = namespace or api.namespace
         try:
             document = await api.get(KIND, namespace, name)
             if document is None:

@@ -8,6 +8,8 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from dpi_operator.local.names import object_name
+
 MARKS = {"Ready": "✓", "Failed": "✗", "Draining": "−"}
 
 
@@ -80,8 +82,8 @@ class StatusCommand:
     help = "show a DataParallelInference of the cluster as a tree of groups and ranks"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("object", metavar="NAME", help="name of the object")
-        parser.add_argument("-n", "--namespace", default="default", metavar="NS", help="its namespace (default)")
+        parser.add_argument("object", metavar="NAME", type=object_name, help="name of the object")
+        parser.add_argument("-n", "--namespace", default="", metavar="NS", help="its namespace (the context's)")
 
     def run(self, args: argparse.Namespace) -> int:
         import asyncio
@@ -95,6 +97,7 @@ async def _show(namespace: str, name: str) -> int:
 
     try:
         api = await Api.connect()
+        namespace = namespace or api.namespace
         try:
             document = await api.get(KIND, namespace, name)
             revisions = await _revisions(api, namespace, name)

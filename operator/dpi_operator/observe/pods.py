@@ -35,10 +35,10 @@ def _evidence(pod: Mapping[str, Any], statuses: list[Mapping[str, Any]], facts: 
     ended = [
         (s, (s.get("state") or {}).get("terminated")) for s in sorted(statuses, key=lambda s: s.get("name") != ENGINE)
     ]
-    found = next((t for _, t in ended if t and t.get("exitCode")), None) or next((t for _, t in ended if t), None)
-    if status.get("phase") not in ("Failed", "Succeeded") and found is None:
+    over = [(s.get("name") or "", t) for s, t in ended if t]
+    container, found = next((o for o in over if o[1].get("exitCode")), over[0] if over else (ENGINE, {}))
+    if status.get("phase") not in ("Failed", "Succeeded") and not over:
         return None
-    found = found or {}
     message = "\n".join(m for m in (status.get("message"), found.get("message")) if m)
     reason = status.get("reason") or found.get("reason") or ("Exited" if found.get("exitCode") == 0 else "Error")
     return Evidence(
@@ -47,6 +47,7 @@ def _evidence(pod: Mapping[str, Any], statuses: list[Mapping[str, Any]], facts: 
         node=facts["node"],
         rank_start=facts["rank_start"],
         rank_count=facts["rank_count"],
+        container="" if container == ENGINE else container,
         exit_code=found.get("exitCode"),
         reason=str(reason),
         message=clip(message),
@@ -112,5 +113,6 @@ def pod_facts(pod: Mapping[str, Any]) -> PodFacts | None:
         gated=GATE_JOINED in gates,
         gate_open=_condition(status, GATE_JOINED).get("status") == "True",
         labels={k: v for k, v in labels.items() if k.startswith(OURS)},
+        ended=any((c.get("state") or {}).get("terminated") for c in containers),
         termination=_evidence(pod, [*containers, *inits], facts),
     )

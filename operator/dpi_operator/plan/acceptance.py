@@ -12,6 +12,7 @@ from dpi_operator.api.types import DataParallelInference, Device, GangProvider, 
 from dpi_operator.api.validate import Finding, validate
 from dpi_operator.plan.consistency import Declared, compare_declared
 from dpi_operator.plan.modes import refused_modes
+from dpi_operator.plan.names import ENGINE
 from dpi_operator.plan.network import Cluster, Network
 from dpi_operator.plan.pods import NotPlannable, PodPlan, plan_group
 from dpi_operator.plan.podspec import gpus_per_pod
@@ -52,6 +53,13 @@ def _gpus(dpi: DataParallelInference) -> list[Finding]:
 def _environment(dpi: DataParallelInference) -> list[Finding]:
     places = [("spec.engine.env", dpi.spec.engine.env)]
     places += [(f"spec.rankOverrides[{i}].env", o.env) for i, o in enumerate(dpi.spec.rank_overrides)]
+    spec = dpi.spec.template.get("spec")
+    containers = spec.get("containers") if isinstance(spec, Mapping) else None
+    for container in containers if isinstance(containers, list) else ():
+        if isinstance(container, Mapping) and container.get("name") == ENGINE:
+            env = container.get("env")
+            entries = [dict(e) for e in env if isinstance(e, Mapping)] if isinstance(env, list) else []
+            places.append((f"spec.template.spec.containers[{ENGINE}].env", entries))
     found = []
     for place, env in places:
         for i, entry in enumerate(env):

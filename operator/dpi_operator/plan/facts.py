@@ -36,13 +36,14 @@ class PodFacts:
     waiting_message: str = ""
     gated: bool = False  # has our readiness gate
     gate_open: bool = False
+    ended: bool = False  # one of its containers ended, the engine or one beside it: it cannot be ready any more
     termination: Evidence | None = None
     labels: Mapping[str, str] | None = None  # those of ours that it has; None: not looked at
 
     @property
     def failed(self) -> bool:
-        """Its engine ended for good; a restart in place is never asked for."""
-        return self.phase in ("Failed", "Succeeded")
+        """It ended for good, or is of no use any more; a restart in place is never asked for."""
+        return self.phase in ("Failed", "Succeeded") or (self.ended and self.deleting is None)
 
     @property
     def running(self) -> bool:

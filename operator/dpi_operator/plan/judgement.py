@@ -439,7 +439,7 @@ def _failing(s: Scene) -> Verdict | None:
             of = f" of {most}" if most is not None else ""
             when = f" Recreation due {to_text(domain.due)}" if domain.due is not None else ""
             text = f"{in_a_sentence(last)}{when} (attempt {domain.attempts}{of})."
-            killed = last.reason == "OOMKilled"
+            killed = last.reason == "OOMKilled" and not last.container
             if killed:
                 text += " Raise engine.resources.limits.memory."
             if last.message:
@@ -457,7 +457,7 @@ def _going(s: Scene, pod: PodFacts) -> bool:
 
 def _lost(s: Scene) -> Verdict | None:
     for group in s.waiting:
-        if group.serving or any(_going(s, p) for p in group.pods.values()):
+        if (group.serving and group.name in s.formed) or any(_going(s, p) for p in group.pods.values()):
             missing = missing_ranks(group)
             if missing:
                 return Verdict(True, Reason.RANK_LOST, f"Group {group.index}: ranks {missing} do not serve.")

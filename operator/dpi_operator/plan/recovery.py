@@ -106,6 +106,8 @@ def in_a_sentence(e: Evidence) -> str:
     began, ended = to_seconds(e.started_at), to_seconds(e.finished_at)
     after = f" after {in_words(ended - began)}" if began is not None and ended is not None else ""
     how = f"exited {e.exit_code} {e.reason}".rstrip() if e.exit_code is not None else f"went away ({e.reason})"
+    if e.container:
+        ranks = f"Container {e.container} of {ranks[0].lower()}{ranks[1:]}"
     return f"{ranks} ({where}) {how}{after}."
 
 
@@ -138,6 +140,8 @@ def record(draft: Draft, dpi: DataParallelInference, key: str, what: str, pods: 
     when = "now" if wait <= 0 else f"in {in_words(wait)}"
     attempt = f" (attempt {attempts}{f' of {most}' if most is not None else ''})" if counts else ""
     advice = ADVICE.get(evidence[0].reason, "")
+    if evidence[0].container and evidence[0].reason == "OOMKilled":
+        advice = "raise that container's limits.memory in spec.template"
     text = f"{sentence} {what} is recreated {when}{attempt}" + (f"; {advice}." if advice else ".")
     reason = EventReason.RANK_REPLACED if what.startswith("The pod") else EventReason.GROUP_RECREATED
     draft.events.append(EmitEvent(reason, text, f"{key}/{attempts}/{first.uid}", pod))

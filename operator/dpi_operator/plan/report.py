@@ -35,7 +35,8 @@ def phase_of(scene: Scene, group: Group, leaving: bool) -> tuple[Phase, str]:
     if pods and all(p.deleting is not None and p.uid in scene.dismissed for p in pods):
         return Phase.PENDING, "PodsPending"
     due = any(d.recreating or (d.due is not None and d.attempts) for d in domains)
-    if due or any(p.failed or p.deleting is not None for p in pods) or group.serving:
+    lost = group.serving and group.name in scene.formed  # before it has formed, the others are on their way
+    if due or any(p.failed or p.deleting is not None for p in pods) or lost:
         reason = next((d.evidence[0].reason for d in domains if d.evidence), "RankLost")
         return Phase.RECOVERING, reason
     if len(pods) < len(group.plans) or not pods:
@@ -49,7 +50,8 @@ def phase_of(scene: Scene, group: Group, leaving: bool) -> tuple[Phase, str]:
 
 
 def _termination(e: Evidence) -> Termination:
-    return Termination(exit_code=e.exit_code, reason=e.reason, message=e.message, finished_at=e.finished_at)
+    message = f"container {e.container}: {e.message or 'no last words'}" if e.container else e.message
+    return Termination(exit_code=e.exit_code, reason=e.reason, message=message, finished_at=e.finished_at)
 
 
 def _ranks(scene: Scene, group: Group, room: int) -> list[RankStatus]:

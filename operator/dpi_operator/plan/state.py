@@ -28,6 +28,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     node: str = ""
     rank_start: int = 0
     rank_count: int = 1
+    container: str = ""  # the one that ended, where that is not the engine's
     exit_code: int | None = None
     reason: str = ""
     message: str = ""
