@@ -431,8 +431,13 @@ class Scheduling(_Struct):
 
 
 class Disruption(_Struct):
-    enabled: Annotated[bool, about("Make PodDisruptionBudgets, so that node drains take whole groups in turn.")] = True
-    max_unavailable_groups: Annotated[int, about("Groups that evictions may take at the same time.", ge=0, le=1000)] = 1
+    enabled: Annotated[bool, about("Make PodDisruptionBudgets, where there are several groups.")] = True
+    max_unavailable_groups: Annotated[
+        int,
+        about(
+            "Evictions take at most the pods of so many groups at a time; they may be of more groups.", ge=0, le=1000
+        ),
+    ] = 1
 
 
 class Lifecycle(_Struct):
