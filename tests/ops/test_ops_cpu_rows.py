@@ -174,7 +174,7 @@ logit_dtypes = pytest.mark.parametrize("logit_dtype", [torch.float32, torch.bflo
 
 @kinds
 @logit_dtypes
-@pytest.mark.parametrize("vocab", [1, 5, 16, 33, 1000, 49152])
+@pytest.mark.parametrize("vocab", [1, 5, 16, 33, 4096, 4097, 49152])
 def test_argmax_is_the_lowest_index_of_the_largest(isa, dtype, logit_dtype, vocab):
     ops = ops_for(isa, dtype)
     logits = randn(7, vocab).to(logit_dtype)
@@ -183,6 +183,8 @@ def test_argmax_is_the_lowest_index_of_the_largest(isa, dtype, logit_dtype, voca
     logits[3, vocab // 2] = logits[3, vocab - 1] = 100.0
     want = [row.tolist().index(max(row.tolist())) for row in logits]
     assert ops.argmax(logits).tolist() == want
+    ids, values = ops.best(logits)
+    assert ids.tolist() == want and torch.equal(values, logits.amax(-1).float())
 
 
 @kinds
@@ -192,7 +194,8 @@ def test_argmax_finds_the_first_not_a_number(isa, dtype, logit_dtype):
     logits = randn(4, 101).to(logit_dtype)
     logits[1, 100] = logits[2, 40] = logits[2, 90] = math.nan
     logits[3] = math.nan
-    assert ops.argmax(logits)[1:].tolist() == [100, 40, 0]
+    ids, values = ops.best(logits)
+    assert ids[1:].tolist() == [100, 40, 0] and values.isnan().tolist() == [False, True, True, True]
 
 
 @kinds

@@ -291,8 +291,12 @@ def test_argmax_takes_the_lowest_of_equals(dtype: torch.dtype) -> None:
     logits[1, [700, 30, 999]] = 2.0
     logits[2, 999] = 1.0
     logits[3] = float("-inf")
-    got = TorchOps(DEVICE, dtype).argmax(logits)
+    ops = TorchOps(DEVICE, dtype)
+    got = ops.argmax(logits)
     assert got.tolist() == [0, 30, 999, 0] and got.dtype == torch.int64
+    logits[0, 999] = torch.nan
+    values = ops.best(logits)[1]
+    assert values.dtype == torch.float32 and values[0].isnan() and values[1:].tolist() == [2.0, 1.0, float("-inf")]
 
 
 @pytest.mark.parametrize("rows", [0, 5, 64, 130])

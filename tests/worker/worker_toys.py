@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import torch
 
 from dpi_engine.core.plan import NewSequence, SequenceWork, StepPlan
-from dpi_engine.ops.interface import PAGE_SIZE, StepTensors
+from dpi_engine.ops.interface import PAGE_SIZE, Ops, StepTensors
 from dpi_engine.wire.messages import SamplingParams
 
 VOCAB = 199
@@ -26,6 +26,9 @@ class ToyOps:
 
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
         return logits.argmax(1)
+
+    def best(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return Ops.best(self, logits)
 
 
 class BlindOps(ToyOps):

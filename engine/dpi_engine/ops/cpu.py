@@ -490,12 +490,14 @@ class CpuOps(Ops):
         return logits.contiguous(), int(logits.dtype is torch.bfloat16)
 
     def argmax(self, logits: Tensor) -> Tensor:
-        """As in the interface; a NaN counts as the largest, so looking at the chosen logit shows it."""
+        return self.best(logits)[0]
+
+    def best(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         logits, bf = self._logits(logits)
         m, vocab = logits.shape
-        out = torch.empty(m, dtype=torch.int64)
-        self._calls.c.dpi_argmax(logits.data_ptr(), out.data_ptr(), m, vocab, bf, self.threads)
-        return out
+        ids, values = torch.empty(m, dtype=torch.int64), torch.empty(m, dtype=torch.float32)
+        self._calls.c.dpi_argmax(logits.data_ptr(), ids.data_ptr(), values.data_ptr(), m, vocab, bf, self.threads)
+        return ids, values
 
     def row_logsumexp(self, logits: Tensor) -> Tensor:
         logits, bf = self._logits(logits)

@@ -291,6 +291,10 @@ class Ops(ABC):
     def argmax(self, logits: Tensor) -> Tensor:
         """[m, vocab] -> [m] int64, the lowest index among equals."""
 
+    def best(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """`argmax`, and the largest logit of each row, [m] float32: NaN where the row holds one, wherever it stands."""
+        return self.argmax(logits), logits.amax(-1).float()
+
     def row_logsumexp(self, logits: Tensor) -> Tensor:
         """[m, vocab] -> [m] float32: log of the sum of exponentials of each row; NaN where the row holds one."""
         found = [torch.logsumexp(part.float(), dim=-1) for part in logits.split(WIDENED_ROWS)]

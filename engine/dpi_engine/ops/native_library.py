@@ -30,7 +30,7 @@ SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "dpi_int8_room": ([_L], _L),
     "dpi_pack_int8": ([_P] * 3 + [_L] * 2 + [_I] * 2, _I),
     "dpi_pack_linear": ([_P, _P, _L, _L, _I], None),
-    "dpi_argmax": ([_P, _P, _L, _L, _I, _I], None),
+    "dpi_argmax": ([_P, _P, _P, _L, _L, _I, _I], None),
     "dpi_logsumexp": ([_P, _P, _L, _L, _I, _I], None),
     "dpi_topk": ([_P, _P, _P, _L, _L, _L, _I, _I], _I),
 }

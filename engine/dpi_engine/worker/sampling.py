@@ -46,7 +46,6 @@ class Sampler:
     def __init__(self, ops: Ops, batch: Batch, params: SlotParams) -> None:
         self._ops, self._batch, self._params = ops, batch, params
         self._buffer = RowBuffer(params.vocab, ops.device)
-        self._argmax_sees_nan = _argmax_sees_nan(ops)
 
     def sample(self, logits: Tensor, slots: Longs, output_index: Longs) -> Sampled:
         """Next tokens for logits [m, vocab] of the sequences in `slots` [m], which have output_index [m] outputs."""
@@ -79,13 +78,9 @@ class Sampler:
         return joined(token_logprobs(logits, tokens, k, self._ops, self._buffer))
 
     def _greedy(self, logits: Tensor) -> Sampled:
-        tokens = self._ops.argmax(logits)
-        best = to_host(logits.gather(1, tokens[:, None]).float())[:, 0]
-        if not self._argmax_sees_nan:
-            largest = to_host(logits.float().amax(1))
-            best = np.where(np.isnan(largest), largest, best)
+        tokens, largest = self._ops.best(logits)
         out = Sampled(to_host(tokens))
-        judge(best, out.errors)
+        judge(to_host(largest), out.errors)
         return out
 
     def _mixed(self, logits: Tensor, slots: Longs, output_index: Longs, flags: NDArray[np.uint8]) -> Sampled:
@@ -177,11 +172,3 @@ def judge(best: NDArray[np.float32], errors: dict[int, str]) -> None:
         return
     for row in np.flatnonzero(~np.isfinite(best)).tolist():
         errors[row] = NO_LEGAL_TOKEN if best[row] == -np.inf else NOT_A_NUMBER
-
-
-def _argmax_sees_nan(ops: Ops) -> bool:
-    """Whether the backend's argmax picks a not-a-number wherever in a row it stands, as torch's does."""
-    places = torch.arange(0, 300, 7)
-    probe = torch.zeros(len(places), 300, dtype=ops.dtype)
-    probe[torch.arange(len(places)), places] = torch.nan
-    return bool(torch.equal(ops.argmax(probe.to(ops.device)).cpu(), places))

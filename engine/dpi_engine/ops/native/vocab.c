@@ -69,6 +69,7 @@ INLINE void argmax(const vocab_args *a, i64 begin, i64 end, const int bf) {
             if (m > best || m != m) best = m, part = i;
         }
         a->ids[r] = part + place_of(a->x, o + part, min_i64(PART, V - part), best, bf);
+        a->values[r] = best;
     }
 }
 BOTH(argmax, vocab_args)
@@ -179,9 +180,9 @@ INLINE void topk(vocab_args *a, i64 begin, i64 end, const int bf) {
 }
 BOTH(topk, vocab_args)
 
-/* x [n, width] -> ids [n]: index of the largest, the lowest among equals; a NaN counts as the largest. */
-EXPORT void dpi_argmax(const void *x, i64 *ids, i64 n, i64 width, int bf, int threads) {
-    vocab_args a = {x, width, 0, ids, 0, 0};
+/* x [n, width] -> ids [n]: index of the largest, the lowest among equals; a NaN counts as the largest. values [n]: it. */
+EXPORT void dpi_argmax(const void *x, i64 *ids, float *values, i64 n, i64 width, int bf, int threads) {
+    vocab_args a = {x, width, 0, ids, values, 0};
     for_each_chunk(n, threads, bf ? argmax_b : argmax_f, &a);
 }
 
