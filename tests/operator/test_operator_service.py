@@ -10,6 +10,7 @@ from api_model import ApiModel
 from operator_world import document
 
 from dpi_engine.cli import main as dpi
+from dpi_operator.apply import refusals
 from dpi_operator.apply.client import Api
 from dpi_operator.apply.events import Events
 from dpi_operator.apply.executor import Executor
@@ -17,7 +18,7 @@ from dpi_operator.apply.optional import OptionalKinds
 from dpi_operator.handlers import lease as lease_module
 from dpi_operator.handlers import workers as workers_module
 from dpi_operator.handlers.lease import Lease, LeaseLost
-from dpi_operator.handlers.service import Options, run
+from dpi_operator.handlers.service import EXIT_FAILED, Options, run
 from dpi_operator.plan.times import to_text
 
 WAIT_S = 300.0
@@ -126,6 +127,38 @@ def condition(model, kind, name="demo"):
 
 def ready(model, name="demo"):
     return condition(model, "Ready", name)["status"] == "True"
+
+
+@pytest.mark.parametrize("refused", ["GET leases", "GET dataparallelinferences"])
+def test_an_api_server_that_does_not_know_the_roles_yet_is_asked_again(tmp_path, monkeypatch, refused):
+    async def main():
+        async with cluster() as (model, _):
+            model.refuse[refused] = (403, 'leases is forbidden: role "dpi-operator" not found')
+            async with operator(model, tmp_path, monkeypatch):
+                method, plural = refused.split()
+                await until(lambda: any(m == method and plural in p for m, p in model.calls), "asked")
+                del model.refuse[refused]
+                model.put(document())
+                await until(lambda: ready(model), "Ready")
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("refused", ["GET leases", "GET dataparallelinferences"])
+def test_an_account_without_the_rights_ends_the_operator(tmp_path, monkeypatch, caplog, refused):
+    monkeypatch.setattr(refusals, "REFUSED_S", 1.0)
+
+    async def main():
+        async with cluster() as (model, _):
+            model.refuse[refused] = (403, "leases is forbidden for this account")
+            config = tmp_path / "kubeconfig"
+            config.write_text(yaml.safe_dump(model.kubeconfig()))
+            monkeypatch.setenv("KUBECONFIG", str(config))
+            async with asyncio.timeout(WAIT_S):
+                assert await run(Options(metrics_port=0), asyncio.Event()) == EXIT_FAILED
+            assert "is forbidden for this account" in caplog.text
+
+    asyncio.run(main())
 
 
 def test_an_object_becomes_ready_heals_and_goes(tmp_path, monkeypatch):

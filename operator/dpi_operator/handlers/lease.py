@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from dpi_operator.apply.client import Api, ApiError
+from dpi_operator.apply.refusals import Refusals
 from dpi_operator.plan.times import to_seconds
 
 log = logging.getLogger(__name__)
@@ -36,13 +37,16 @@ class Lease:
         self._seen_at = 0.0
 
     async def acquire(self) -> None:
-        """Waits until the lease is ours. An API server that does not answer is asked again."""
-        told = ""
+        """Waits until the lease is ours. An API server that does not answer is asked again.
+
+        Raises ApiError where the account has no right to the lease.
+        """
+        told, refusals = "", Refusals()
         while True:
             try:
                 holder = await self._try()
             except ApiError as e:
-                if e.status in (401, 403):
+                if refusals.believed(e):
                     raise
                 holder = f"unknown ({e})"
             if not holder:

@@ -22,6 +22,7 @@ from dpi_operator.apply.client import Api, ApiError
 from dpi_operator.apply.events import Events
 from dpi_operator.apply.executor import Executor
 from dpi_operator.apply.optional import OptionalKinds
+from dpi_operator.apply.refusals import Refusals
 from dpi_operator.handlers.health import age_check, make_health_app, serve_health
 from dpi_operator.handlers.lease import Lease, LeaseLost
 from dpi_operator.handlers.watching import SERVER_TIMEOUT_S, WatchesEnded, watch
@@ -235,7 +236,7 @@ async def _wait_for_kind(options: Options, api: Api, life: _Life) -> None:
 
     An answer that says so is a sign of life too: a restart would not bring the kind back.
     """
-    told, wait = "", FIRST_WAIT_S
+    told, wait, refusals = "", FIRST_WAIT_S, Refusals()
     while True:
         try:
             for namespace in options.namespaces or (None,):
@@ -244,7 +245,7 @@ async def _wait_for_kind(options: Options, api: Api, life: _Life) -> None:
                 log.info("the cluster knows %s: watching", KIND)
             return
         except ApiError as e:
-            if e.status in (401, 403):
+            if refusals.believed(e):
                 raise
             if e.status == 404:
                 life.last_list = time.monotonic()
