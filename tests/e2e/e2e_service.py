@@ -20,19 +20,36 @@ ENGINE_ARGS = ["--max-model-len", "2048", "--kv-cache-memory", "128MiB", "--cpu-
 READY_S = 240
 MODEL = "smollm2-135m-instruct"
 
-COMPLETE = """
-import json, sys, urllib.request as u
+# A node's proxy hears of an endpoint that has become ready up to a second or so later, and refuses until then.
+REACHED = """
+import socket, sys, time, urllib.parse
+def reached(url):
+    place = urllib.parse.urlsplit(url)
+    end = time.monotonic() + 10
+    while True:
+        try:
+            return socket.create_connection((place.hostname, place.port or 80), 10).close()
+        except ConnectionRefusedError:
+            if time.monotonic() > end: raise
+            time.sleep(0.1)
+reached(sys.argv[1])
+"""
+
+COMPLETE = f"""{REACHED}
+import json, urllib.request as u
 url, model, rank = sys.argv[1], sys.argv[2], sys.argv[3]
-body = {"model": model, "prompt": "The capital of France is", "max_tokens": 12, "temperature": 0}
-headers = {"Content-Type": "application/json"} | ({"X-data-parallel-rank": rank} if rank else {})
+body = {{"model": model, "prompt": "The capital of France is", "max_tokens": 12, "temperature": 0}}
+headers = {{"Content-Type": "application/json"}} | ({{"X-data-parallel-rank": rank}} if rank else {{}})
 request = u.Request(url + "/v1/completions", json.dumps(body).encode(), headers)
 with u.urlopen(request, timeout=60) as answer:
     print(json.load(answer)["choices"][0]["text"])
 """
 
 # Streams one after the other in several threads until a file is there; says which failed and how.
-LOAD = """
-import json, os, pathlib, sys, threading, time, urllib.request as u
+LOAD = (
+    REACHED
+    + """
+import json, os, pathlib, threading, urllib.request as u
 url, model, threads, stop, out = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4], sys.argv[5]
 done, failed, lock = 0, [], threading.Lock()
 def one(words):
@@ -67,6 +84,7 @@ for t in pool: t.join()
 pathlib.Path(out + ".part").write_text(json.dumps({"done": done, "failed": failed}))
 os.rename(out + ".part", out)
 """
+)
 
 
 def object_of(name: str, image: str, **spec: Any) -> dict[str, Any]:
