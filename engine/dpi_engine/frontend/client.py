@@ -354,17 +354,19 @@ class ZmqEngineClient(EngineClient):
 
     def _lost(self, stream: RequestStream, error: RankLost) -> None:
         """The rank of a stream that was in flight is lost: it goes on elsewhere, or ends in `error`."""
-        if self._replays.take(stream, error, time.monotonic()) and self._loop is not None:
-            self._loop.call_later(SETTLE_S, self._replay)
+        now = time.monotonic()
+        if self._replays.take(stream, error, now) and self._loop is not None:
+            self._loop.call_later(SETTLE_S, self._replay, now + SETTLE_S)
 
     def _replay_soon(self) -> None:
         """Not within the news that made it possible: sending may bring news of its own."""
         if self._loop is not None and not self._closed and len(self._replays):
             self._loop.call_soon(self._replay)
 
-    def _replay(self) -> None:
+    def _replay(self, due: float = 0.0) -> None:
+        """`due`: it is at least so late, though a loop whose clock stands still within a turn has come early."""
         if not self._closed:
-            self._replays.place_all(time.monotonic())
+            self._replays.place_all(max(due, time.monotonic()))
 
     def abandon(self, stream: RequestStream) -> None:
         """The reader has left: abort in the engine now. Nothing happens for a request that has ended."""
