@@ -35,15 +35,18 @@ def reached(url):
 reached(sys.argv[1])
 """
 
-COMPLETE = f"""{REACHED}
+COMPLETE = (
+    REACHED
+    + """
 import json, urllib.request as u
 url, model, rank = sys.argv[1], sys.argv[2], sys.argv[3]
-body = {{"model": model, "prompt": "The capital of France is", "max_tokens": 12, "temperature": 0}}
-headers = {{"Content-Type": "application/json"}} | ({{"X-data-parallel-rank": rank}} if rank else {{}})
+body = {"model": model, "prompt": "The capital of France is", "max_tokens": 12, "temperature": 0}
+headers = {"Content-Type": "application/json"} | ({"X-data-parallel-rank": rank} if rank else {})
 request = u.Request(url + "/v1/completions", json.dumps(body).encode(), headers)
 with u.urlopen(request, timeout=60) as answer:
     print(json.load(answer)["choices"][0]["text"])
 """
+)
 
 # Streams one after the other in several threads until a file is there; says which failed and how.
 LOAD = (

@@ -55,6 +55,15 @@ async def at_work(w: World) -> StubEngine:
     return next(e for e in w.engines if e.running)
 
 
+async def begun(w: World, tokens: int) -> tuple[Reader, StubEngine]:
+    """A reader that has its first `tokens`, and the engine that they came from."""
+    reader = Reader(w)
+    engine = await at_work(w)
+    engine.allow(tokens)
+    await reader.has(tokens)
+    return reader, engine
+
+
 def other(w: World, engine: StubEngine) -> StubEngine:
     return next(e for e in w.engines if e is not engine)
 
@@ -73,10 +82,7 @@ def test_a_request_goes_on_at_another_rank_with_the_tokens_it_has(tmp_path: Path
         async with world(
             tmp_path, 2, engine={"manual": True}, max_replays=1, on_replay=replayed.append, max_queued_requests=5
         ) as w:
-            reader = Reader(w)
-            first = await at_work(w)
-            first.allow(before)
-            await reader.has(before)
+            reader, first = await begun(w, before)
             lose(w, first)
             second = other(w, first)
             await eventually(lambda: second.running, "the request at the other rank")
@@ -100,10 +106,7 @@ def test_a_request_goes_on_at_another_rank_with_the_tokens_it_has(tmp_path: Path
 def test_a_rank_that_dies_without_a_word_is_left_behind_too(tmp_path: Path) -> None:
     async def run() -> None:
         async with world(tmp_path, 2, engine={"manual": True}, max_replays=1) as w:
-            reader = Reader(w)
-            first = await at_work(w)
-            first.allow(3)
-            await reader.has(3)
+            reader, first = await begun(w, 3)
             first.die()
             other(w, first).allow(50)
             assert await reader.result() == WHOLE
@@ -151,10 +154,7 @@ def test_ranks_that_end_together_cost_a_request_one_replay(tmp_path: Path) -> No
 
     async def run() -> None:
         async with world(tmp_path, 3, engine={"manual": True}, max_replays=1) as w:
-            reader = Reader(w)
-            first = await at_work(w)
-            first.allow(2)
-            await reader.has(2)
+            reader, first = await begun(w, 2)
             lose(w, first)
             for _ in range(3):
                 await asyncio.sleep(0)
@@ -221,10 +221,7 @@ def test_a_request_that_no_rank_takes_in_time_ends_with_both_reasons(tmp_path: P
 def test_under_vllms_protocol_only_a_request_without_tokens_begins_again(tmp_path: Path, before: int) -> None:
     async def run() -> None:
         async with world(tmp_path, 2, engine={"manual": True}, max_replays=1, dialect=Dialect.VLLM) as w:
-            reader = Reader(w)
-            first = await at_work(w)
-            first.allow(before)
-            await reader.has(before)
+            reader, first = await begun(w, before)
             first.die()
             if before:
                 with pytest.raises(RankLost):

@@ -9,8 +9,11 @@ import copy
 import json
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import pytest
+import yaml
 from aiohttp import web
 
 from dpi_operator.apply.kinds import KINDS, OPTIONAL_KINDS
@@ -52,6 +55,12 @@ class ApiModel:
     sends: set[web.StreamResponse] = field(default_factory=set)
     port: int = 0
     _runner: web.AppRunner | None = None
+
+    def use(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Let KUBECONFIG lead here for the rest of a test."""
+        config = tmp_path / "kubeconfig"
+        config.write_text(yaml.safe_dump(self.kubeconfig()))
+        monkeypatch.setenv("KUBECONFIG", str(config))
 
     async def start(self) -> None:
         app = web.Application()

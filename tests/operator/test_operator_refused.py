@@ -294,9 +294,7 @@ def test_nothing_is_said_of_a_namespace_that_goes(tmp_path, monkeypatch, caplog,
 
     async def main():
         async with cluster() as (model, _):
-            config = tmp_path / "kubeconfig"
-            config.write_text(yaml.safe_dump(model.kubeconfig()))
-            monkeypatch.setenv("KUBECONFIG", str(config))
+            model.use(tmp_path, monkeypatch)
             api = await Api.connect()
             model.refuse["POST events"] = (403, f"events is forbidden: {why}")
             event = EmitEvent(EventReason.RANK_REPLACED, "Rank 0 went away.", "k", ("pod", "u"))

@@ -93,9 +93,7 @@ class Kubelet:
 async def operator(model, tmp_path, monkeypatch, **options):
     """The operator in this process. Its ports are free ones, and it keeps its lease on a machine that starves it."""
     monkeypatch.setattr(lease_module, "DURATION_S", 4 * WAIT_S)
-    config = tmp_path / "kubeconfig"
-    config.write_text(yaml.safe_dump(model.kubeconfig()))
-    monkeypatch.setenv("KUBECONFIG", str(config))
+    model.use(tmp_path, monkeypatch)
     stop = asyncio.Event()
     task = asyncio.create_task(run(Options(metrics_port=0, **options), stop))
     try:
@@ -151,9 +149,7 @@ def test_an_account_without_the_rights_ends_the_operator(tmp_path, monkeypatch, 
     async def main():
         async with cluster() as (model, _):
             model.refuse[refused] = (403, "leases is forbidden for this account")
-            config = tmp_path / "kubeconfig"
-            config.write_text(yaml.safe_dump(model.kubeconfig()))
-            monkeypatch.setenv("KUBECONFIG", str(config))
+            model.use(tmp_path, monkeypatch)
             async with asyncio.timeout(WAIT_S):
                 assert await run(Options(metrics_port=0), asyncio.Event()) == EXIT_FAILED
             assert "is forbidden for this account" in caplog.text
@@ -374,9 +370,7 @@ def test_workers_stop_also_when_they_are_marked_at_that_moment(tmp_path, monkeyp
 
     async def main():
         async with cluster() as (model, _):
-            config = tmp_path / "kubeconfig"
-            config.write_text(yaml.safe_dump(model.kubeconfig()))
-            monkeypatch.setenv("KUBECONFIG", str(config))
+            model.use(tmp_path, monkeypatch)
             model.put(document())
             async with operator(model, tmp_path, monkeypatch):
                 await until(lambda: ready(model), "Ready")
@@ -462,9 +456,7 @@ def test_watches_that_end_for_another_reason_end_the_process(tmp_path, monkeypat
 
     async def main():
         async with cluster() as (model, _):
-            config = tmp_path / "kubeconfig"
-            config.write_text(yaml.safe_dump(model.kubeconfig()))
-            monkeypatch.setenv("KUBECONFIG", str(config))
+            model.use(tmp_path, monkeypatch)
             task = asyncio.create_task(run(Options(metrics_port=0), asyncio.Event()))
             await until(lambda: any(w[0] == plural for w in model.watchers), "a watch")
             for watcher in model.watchers:
@@ -487,9 +479,7 @@ def quick_lease(monkeypatch):
 def test_one_operator_leads_and_a_standby_takes_over(tmp_path, monkeypatch, quick_lease):
     async def main():
         async with cluster() as (model, _):
-            config = tmp_path / "kubeconfig"
-            config.write_text(yaml.safe_dump(model.kubeconfig()))
-            monkeypatch.setenv("KUBECONFIG", str(config))
+            model.use(tmp_path, monkeypatch)
             api = await Api.connect()
             first, second = (Lease(api, "ns", "lease", who) for who in ("first", "second"))
             await first.acquire()

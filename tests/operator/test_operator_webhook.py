@@ -180,9 +180,7 @@ def test_a_standby_serves_it_too(tmp_path, monkeypatch):
 def test_without_a_certificate_it_says_where_it_looked(tmp_path, monkeypatch, caplog):
     async def main():
         async with cluster() as (model, _):
-            config = tmp_path / "kubeconfig"
-            config.write_text(yaml.safe_dump(model.kubeconfig()))
-            monkeypatch.setenv("KUBECONFIG", str(config))
+            model.use(tmp_path, monkeypatch)
             return await run(Options(metrics_port=0, webhook_port=0, webhook_certificates=tmp_path / "nowhere"))
 
     assert asyncio.run(main()) == EXIT_FAILED

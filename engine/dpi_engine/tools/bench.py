@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from typing import Any
 
 from dpi_engine.launch.exit_codes import EXIT_CRASHED, EXIT_INTERRUPTED, EXIT_USAGE
+from dpi_engine.tools.arguments import wrong_seconds
 
 
 class BenchCommand:
@@ -47,8 +47,7 @@ class BenchCommand:
         if args.warmup < 0:
             print("dpi bench: --warmup must be at least 0", file=sys.stderr)
             return EXIT_USAGE
-        if not 0 < args.timeout < math.inf:
-            print(f"dpi bench: --timeout: expected seconds above 0, got {args.timeout:g}", file=sys.stderr)
+        if wrong_seconds("dpi bench", "--timeout", args.timeout):
             return EXIT_USAGE
         try:
             return asyncio.run(bench(args))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from typing import Any
 
 from dpi_engine.launch.exit_codes import EXIT_OK, EXIT_USAGE
+from dpi_engine.tools.arguments import wrong_seconds
 
 DEFAULT_MANAGEMENT_URL = "http://127.0.0.1:8081"
 
@@ -29,8 +29,7 @@ class RanksCommand:
 
         from dpi_engine.tools.endpoint import EndpointError
 
-        if not 0 < args.interval < math.inf:
-            print(f"dpi ranks: --interval: expected seconds above 0, got {args.interval:g}", file=sys.stderr)
+        if wrong_seconds("dpi ranks", "--interval", args.interval):
             return EXIT_USAGE
         try:
             return asyncio.run(_main(args))

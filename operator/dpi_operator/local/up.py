@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from pathlib import Path
+
+from dpi_engine.tools.arguments import wrong_seconds
 
 
 class UpCommand:
@@ -31,8 +32,7 @@ class UpCommand:
     def run(self, args: argparse.Namespace) -> int:
         import asyncio
 
-        if not 0 < args.timeout < math.inf:
-            print(f"dpi up: --timeout: expected seconds above 0, got {args.timeout:g}", file=sys.stderr)
+        if wrong_seconds("dpi up", "--timeout", args.timeout):
             return 2
         if args.ask is not None and not args.ask.strip():
             print("dpi up: --ask: expected a question, got none", file=sys.stderr)
