@@ -27,7 +27,7 @@ WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 3 ? 4 : cores < 7 ? cores +
 # fails is run once more with nothing beside it, and fails for good then. Both runs show what failed.
 define TESTS
 code=0
-$(PY) -m pytest $(1) $(2) || code=$$?
+$(PY) -m pytest -rs $(1) $(2) || code=$$?
 if [ $$code -eq 1 ]; then
   echo "once more, one after the other with nothing beside them: the tests that failed (4 failures end it)"
   $(PY) -m pytest -v --last-failed --last-failed-no-failures none --maxfail 4 $(2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import importlib.metadata
 import os
@@ -12,10 +13,13 @@ from typing import Protocol
 
 from dpi_engine.config.errors import ConfigError, near
 from dpi_engine.config.loading import FlagParser
-from dpi_engine.launch.exit_codes import EXIT_INTERRUPTED, EXIT_OK, EXIT_PIPE, EXIT_USAGE
+from dpi_engine.launch.exit_codes import EXIT_CRASHED, EXIT_INTERRUPTED, EXIT_OK, EXIT_PIPE, EXIT_USAGE
 
 GROUP = "dpinference.commands"
 DISTRIBUTION = "dpinference"
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""Errors of a write that name no file: what standard output goes to takes no more."""
 
 BUILT_IN = {
     "serve": "dpi_engine.launch.command:COMMAND",
@@ -70,13 +74,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # whoever read the output has enough, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _silence_output()
         return EXIT_PIPE
+    except OSError as e:
+        if e.filename is not None or e.errno not in FULL:
+            raise
+        print(f"dpi: error: standard output: {e.strerror}", file=sys.stderr)
+        _silence_output()
+        return EXIT_CRASHED
     except ConfigError as e:
         print(f"dpi: error: {e}", file=sys.stderr)
         return EXIT_USAGE
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+
+
+def _silence_output() -> None:
+    """What is still in the buffer would fail once more when the interpreter ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _dispatch(args: list[str]) -> int:

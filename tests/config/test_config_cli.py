@@ -108,10 +108,15 @@ def test_version(capsys):
     assert re.fullmatch(r"dpi (\d+\.\d+\.\d+.*|unknown \(not installed\))\n", capsys.readouterr().out)
 
 
-def run(code: str, *paths: Path, args: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+def environment(*paths: Path) -> dict[str, str]:
     env = {k: v for k, v in os.environ.items() if not k.startswith("DPI_")}
     env["PYTHONPATH"] = os.pathsep.join(str(p) for p in (ROOT / "engine", ROOT / "operator", *paths))
-    return subprocess.run([sys.executable, "-c", code, *args], env=env, capture_output=True, text=True, timeout=240)
+    return env
+
+
+def run(code: str, *paths: Path, args: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code, *args]
+    return subprocess.run(command, env=environment(*paths), capture_output=True, text=True, timeout=240)
 
 
 def test_the_builtin_list_is_that_of_the_project_file():
@@ -150,6 +155,16 @@ def test_help_and_settings_import_nothing_heavy():
 def test_module_can_be_run():
     done = run("import runpy; runpy.run_module('dpi_engine', run_name='__main__')", args=("--version",))
     assert done.returncode == 0 and done.stdout.startswith("dpi ")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that takes nothing (/dev/full)")
+def test_output_that_takes_no_more_is_an_error_in_words(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "dpi_engine", "--help"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment(), stdout=full, stderr=subprocess.PIPE, text=True, timeout=240
+        )
+    assert (done.returncode, done.stderr) == (1, "dpi: error: standard output: No space left on device\n")
 
 
 def test_the_page_of_flags_is_the_tables():

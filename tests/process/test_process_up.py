@@ -301,7 +301,7 @@ def test_two_of_one_name_do_not_share_their_logs(folder: Path, tiny_model: Path,
 def test_a_folder_for_logs_that_cannot_be_made_is_named(folder: Path, tiny_model: Path, process_cache: Path) -> None:
     document = manifest(tiny_model, *ports(), process_cache, dataParallelSize=1)
     with up(folder, document, "--state-dir", "/proc/nowhere") as running:
-        assert running.process.wait(PATIENCE) == 1
+        assert running.process.wait(PATIENCE) == 2
         assert "--state-dir /proc/nowhere: cannot be used: " in running.output
         assert "Traceback" not in running.output
 

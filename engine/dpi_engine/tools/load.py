@@ -7,6 +7,7 @@ import asyncio
 import json
 import random
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,8 @@ from typing import Any
 from dpi_engine.launch.exit_codes import EXIT_CRASHED, EXIT_OK
 from dpi_engine.tools.endpoint import Endpoint, EndpointError
 from dpi_engine.tools.prompts import text
+
+PROGRESS_EVERY_S = 5.0
 
 
 class BenchError(RuntimeError):
@@ -71,7 +74,24 @@ def summary(samples: Sequence[Sample], seconds: float) -> dict[str, Any]:
     }
 
 
-async def make_prompts(endpoint: Endpoint, model: str, rng: random.Random, count: int, tokens: int) -> list[Any]:
+class Progress:
+    """A line on standard error every few seconds, of work that takes so long; shorter work says nothing."""
+
+    def __init__(self, what: str, total: int) -> None:
+        self._what, self._total, self._done = what, total, 0
+        self._next = time.monotonic() + PROGRESS_EVERY_S
+
+    def step(self) -> None:
+        """One more is done."""
+        self._done += 1
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + PROGRESS_EVERY_S
+            print(f"dpi bench: {self._what}: {self._done:,} of {self._total:,}", file=sys.stderr, flush=True)
+
+
+async def make_prompts(
+    endpoint: Endpoint, model: str, rng: random.Random, count: int, tokens: int, progress: Progress
+) -> list[Any]:
     """`count` prompts of exactly `tokens` tokens of real text, by the endpoint's own tokenizer."""
     prompts: list[Any] = []
     for _ in range(count):
@@ -84,6 +104,7 @@ async def make_prompts(endpoint: Endpoint, model: str, rng: random.Random, count
         if len(ids) < tokens:
             raise BenchError(f"{tokens} words gave only {len(ids)} tokens")
         prompts.append(ids[:tokens])
+        progress.step()
     return prompts
 
 
@@ -112,7 +133,7 @@ async def one_request(endpoint: Endpoint, model: str, prompt: Any, output_tokens
 
 
 async def run_round(
-    endpoint: Endpoint, model: str, prompts: list[Any], streams: int, output_tokens: int
+    endpoint: Endpoint, model: str, prompts: list[Any], streams: int, output_tokens: int, progress: Progress
 ) -> tuple[list[Sample], float]:
     """All prompts with `streams` in flight; samples and the seconds it took."""
     gate = asyncio.Semaphore(streams)
@@ -120,7 +141,9 @@ async def run_round(
 
     async def job(prompt: Any) -> Sample:
         async with gate:
-            return await one_request(endpoint, model, prompt, output_tokens, zero)
+            sample = await one_request(endpoint, model, prompt, output_tokens, zero)
+        progress.step()
+        return sample
 
     samples = await asyncio.gather(*(job(p) for p in prompts))
     return list(samples), time.perf_counter() - zero
@@ -176,13 +199,16 @@ async def bench(args: argparse.Namespace) -> int:
         model = args.model or await endpoint.first_model()
         for r in range(args.rounds):
             rng = random.Random(f"{args.seed}/{r}")
-            prompts = await make_prompts(endpoint, model, rng, count, args.input_tokens)
+            of_round = f"round {r + 1} of {args.rounds}"
+            making = Progress(f"{of_round}, prompts made", count)
+            prompts = await make_prompts(endpoint, model, rng, count, args.input_tokens, making)
             if r == 0:
                 for prompt in prompts[: args.warmup]:
                     warm = await one_request(endpoint, model, prompt[:8], 4, time.perf_counter())
                     if warm.error:
                         raise BenchError(f"the first request failed: {warm.error}")
-            samples, seconds = await run_round(endpoint, model, prompts, args.streams, args.output_tokens)
+            answering = Progress(f"{of_round}, requests done", count)
+            samples, seconds = await run_round(endpoint, model, prompts, args.streams, args.output_tokens, answering)
             results.append(summary(samples, seconds))
             errors += [s.error for s in samples if s.error]
             if args.json:
@@ -190,5 +216,5 @@ async def bench(args: argparse.Namespace) -> int:
     if not args.json:
         _print_table(results, args)
     for error in sorted(set(errors))[:5]:
-        print(f"failed: {error}")
+        print(f"dpi bench: failed: {error}", file=sys.stderr)
     return EXIT_CRASHED if errors else EXIT_OK

@@ -19,6 +19,7 @@ from rich.live import Live
 
 from dpi_engine.config.machine import usable_cpus
 from dpi_engine.config.network import port_is_free
+from dpi_engine.launch.exit_codes import EXIT_USAGE
 from dpi_operator.api.reasons import Reason
 from dpi_operator.api.types import DataParallelInference, Runtime
 from dpi_operator.api.validate import Finding
@@ -157,7 +158,7 @@ class LocalRunner:
             claimed = claim_folder(self.options.state_dir)
         except UpFailed as e:
             self.say(f"error: {e}")
-            return 1
+            return EXIT_USAGE
         try:
             return await self._run()
         finally:
