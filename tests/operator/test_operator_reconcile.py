@@ -120,6 +120,18 @@ def test_a_rank_that_the_head_has_lost_degrades_but_does_not_take_the_endpoint_a
             ["spec.template.spec.hostname"],
         ),
         (
+            {"template": {"metadata": {"labels": {"app": "mine", "dpinference.dev/role": "rank0"}}}},
+            "Accepted",
+            Reason.RESERVED_FIELD,
+            ["spec.template.metadata.labels[dpinference.dev/role]: is set by the operator; remove it"],
+        ),
+        (
+            {"template": {"metadata": {"labels": ["app"]}}},
+            "Accepted",
+            Reason.RESERVED_FIELD,
+            ["spec.template.metadata.labels: is an object of texts"],
+        ),
+        (
             {
                 "engine": {"device": "cuda", "resources": {"limits": {"nvidia.com/gpu": 3}}},
                 "parallelism": {"tensorParallelSize": 2},

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
+from dpi_operator.api.types import GROUP
 from dpi_operator.plan.names import ENGINE
 
 RESERVED_POD_FIELDS = ("hostname", "subdomain", "restartPolicy", "enableServiceLinks", "hostNetwork")
@@ -56,6 +57,12 @@ def template_faults(template: Mapping[str, Any]) -> list[tuple[str, str]]:
     for key in metadata:
         if key not in ("labels", "annotations"):
             found.append((f"spec.template.metadata.{key}", "only labels and annotations are taken"))
+    labels = metadata.get("labels") or {}
+    if not isinstance(labels, Mapping):
+        return [*found, ("spec.template.metadata.labels", "is an object of texts")]
+    for key in labels:
+        if str(key).startswith(f"{GROUP}/"):
+            found.append((f"spec.template.metadata.labels[{key}]", "is set by the operator; remove it"))
     for key in RESERVED_POD_FIELDS:
         if key in spec:
             found.append((f"spec.template.spec.{key}", "is set by the operator; remove it"))
