@@ -4,7 +4,10 @@ import asyncio
 import sys
 from types import SimpleNamespace
 
+from rich.console import Console
+
 from dpi_operator.local.pods import BACKOFF_MAX_S, PodProcess, backoff
+from dpi_operator.local.ranks import rank_table
 
 
 class World:
@@ -84,3 +87,11 @@ def test_restarts_before_a_long_good_run_are_forgotten(tmp_path, monkeypatch):
 
 def test_a_pod_may_end_any_number_of_times():
     assert backoff(5000) == BACKOFF_MAX_S
+
+
+def test_brackets_in_an_error_are_no_markup():
+    row = {"rank": 0, "group": 0, "pod": "p", "state": "LOST", "error": "[enforce fail] at '/m/[/x]'"}
+    console = Console(width=200)
+    with console.capture() as shown:
+        console.print(rank_table([row]))
+    assert row["error"] in shown.get()
