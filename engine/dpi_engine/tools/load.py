@@ -7,6 +7,7 @@ import asyncio
 import json
 import random
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -78,9 +79,9 @@ async def make_prompts(endpoint: Endpoint, model: str, rng: random.Random, count
         words = text(rng, tokens)
         try:
             answer = await endpoint.post("/tokenize", {"model": model, "prompt": words, "add_special_tokens": False})
-            ids = answer["tokens"]
+            ids = list(answer["tokens"])
         except (KeyError, TypeError) as e:
-            raise BenchError(f"{endpoint.base}/tokenize: unexpected answer: {e}") from e
+            raise BenchError(f"{endpoint.base}/tokenize: unexpected answer: {e!r}") from e
         if len(ids) < tokens:
             raise BenchError(f"{tokens} words gave only {len(ids)} tokens")
         prompts.append(ids[:tokens])
@@ -108,6 +109,8 @@ async def one_request(endpoint: Endpoint, model: str, prompt: Any, output_tokens
             sample.error = f"asked for {output_tokens} tokens, got {sample.output_tokens}"
     except EndpointError as e:
         sample.error = str(e)
+    except (KeyError, TypeError) as e:
+        sample.error = f"unexpected 'usage': {e!r}"
     return sample
 
 
@@ -131,8 +134,9 @@ def _cell(value: float | None, digits: int) -> str:
 
 
 def _print_table(results: list[dict[str, Any]], args: argparse.Namespace) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from dpi_engine.tools.console import make_console
 
     title = f"{args.streams} streams, {args.input_tokens} tokens in, {args.output_tokens} out, milliseconds"
     table = Table(box=None, header_style="bold", title=title, title_justify="left")
@@ -165,7 +169,7 @@ def _print_table(results: list[dict[str, Any]], args: argparse.Namespace) -> Non
     if len(results) > 1:
         rates = sorted(r["output_tok_s"] for r in results)
         table.caption = f"out tok/s: min {rates[0]}, median {statistics.median(rates)}, max {rates[-1]}"
-    Console(highlight=False).print(table)
+    make_console().print(table)
 
 
 async def bench(args: argparse.Namespace) -> int:
@@ -190,5 +194,5 @@ async def bench(args: argparse.Namespace) -> int:
     if not args.json:
         _print_table(results, args)
     for error in sorted(set(errors))[:5]:
-        print(f"failed: {error}")
+        print(f"failed: {error}", file=sys.stderr)
     return EXIT_CRASHED if errors else EXIT_OK

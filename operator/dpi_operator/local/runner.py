@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from rich.console import Console
 from rich.live import Live
 
 from dpi_engine.config.machine import usable_cpus
 from dpi_engine.config.network import port_is_free
+from dpi_engine.tools.console import make_console
 from dpi_operator.api.reasons import Reason
 from dpi_operator.api.types import DataParallelInference, Runtime
 from dpi_operator.api.validate import Finding
@@ -110,7 +110,7 @@ class LocalRunner:
             )
         groups = 0 if dpi.spec.suspend else dpi.spec.replicas
         self.plans = [p for group in range(groups) for p in plan_group(dpi, group, Local())]
-        self.console = Console(highlight=False)
+        self.console = make_console()
         self._failure: asyncio.Future[str] | None = None
         self._stop = asyncio.Event()
         self._states: dict[tuple[int, int], str] = {}
