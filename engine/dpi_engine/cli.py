@@ -6,6 +6,7 @@ import argparse
 import errno
 import importlib
 import importlib.metadata
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -69,6 +70,8 @@ def version() -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `dpi ARGV`; the exit code: the command's own, 2 for wrong input, 130 for Ctrl-C."""
     args = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as standard error does: text may be of any language
     try:
         code = _dispatch(args)
         sys.stdout.flush()

@@ -10,7 +10,7 @@ from dpi_operator.api.read import read_document
 from dpi_operator.api.reasons import Reason
 from dpi_operator.api.validate import validate
 from dpi_operator.local.ignored import CLUSTER_ONLY, ignored_fields
-from dpi_operator.local.runner import LocalRunner, UpOptions
+from dpi_operator.local.runner import LocalRunner, UpOptions, unusable_ports
 from dpi_operator.plan.network import Cluster, Local
 from dpi_operator.plan.pods import NotPlannable, Role, plan_group
 from dpi_operator.plan.services import build_client_service
@@ -240,6 +240,25 @@ def test_what_the_engine_cannot_take_is_refused_before_it_starts(spec, field):
 def test_another_runtime_does_not_run_without_its_image(tmp_path):
     with pytest.raises(NotPlannable, match=r"spec\.engine\.runtime: vllm"):
         LocalRunner(make(engine={"runtime": "vllm"}), UpOptions(state_dir=tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        (
+            {"parallelism": {"dataParallelSize": 60, "dataParallelSizeLocal": 1}},
+            "port 66081 for spec.engine.ports.management of demo-0-58 is above 65535: lower it, or run fewer pods here",
+        ),
+        (
+            {"replicas": 2, "engine": {"ports": {"http": 8000, "management": 9000}}},
+            "port 9000 is wanted twice: for spec.engine.ports.management of demo-0-0 and for spec.engine.ports.http "
+            "of demo-1-0; change one of them",
+        ),
+    ],
+)
+def test_ports_that_pods_on_one_machine_cannot_have_are_named(tmp_path, monkeypatch, spec, words):
+    monkeypatch.setattr("dpi_operator.local.runner.port_is_free", lambda host, port: True)
+    assert words in unusable_ports(LocalRunner(make(**spec), UpOptions(state_dir=tmp_path)).plans)
 
 
 def test_a_suspended_object_runs_nothing(tmp_path):

@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
+import contextlib
 import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from aiohttp import web
+from rich.console import Console
 from server_harness import drive, echo_client, running
 
 from dpi_engine.frontend.interface import EngineError
-from dpi_engine.launch.exit_codes import EXIT_CRASHED, EXIT_OK, EXIT_USAGE
+from dpi_engine.launch.exit_codes import EXIT_CRASHED, EXIT_INTERRUPTED, EXIT_OK, EXIT_PIPE, EXIT_USAGE
 from dpi_engine.tools import load
 from dpi_engine.tools.bench import BenchCommand
 from dpi_engine.tools.chat import ChatCommand
 from dpi_engine.tools.endpoint import Endpoint, EndpointError
-from dpi_engine.tools.ranks import RanksCommand
+from dpi_engine.tools.load import bench
+from dpi_engine.tools.ranks import RanksCommand, ranks_table
 
 OTHER_PORT = "is this the other port?"
 
@@ -111,3 +123,177 @@ def test_ranks_refuses_an_interval_that_means_nothing(capsys: pytest.CaptureFixt
     command.add_arguments(parser)
     assert command.run(parser.parse_args(["--once", "--interval", seconds])) == 2
     assert f"--interval: expected seconds above 0, got {seconds}" in capsys.readouterr().err
+
+
+def parsed(command: Any, *flags: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return parser.parse_args(list(flags))
+
+
+@contextlib.asynccontextmanager
+async def answering(text: str) -> AsyncIterator[str]:
+    """The address of a server that gives `text` to everything."""
+
+    async def handle(request: web.Request) -> web.Response:
+        await request.read()
+        return web.Response(text=text)
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", handle)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+STREAM = "data: {}\n\ndata: [DONE]\n\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("[]", "5", "null", '"x"', "nonsense", '{"data": [1], "ranks": [1], "tokens": 5}'),
+        '{"data": [{}], "ranks": [{"rank": 0}], "tokens": [1]}',
+        '{"data": {"a": 1}, "ranks": 5, "tokens": {"a": 1}}',
+        *(STREAM.format(e) for e in ("5", '{"error": "broken"}', '{"choices": [null]}', '{"choices": 3}', "[")),
+    ],
+)
+@pytest.mark.parametrize(
+    "command",
+    [
+        [ChatCommand(), "hi"],
+        [ChatCommand(), "--model", "m", "hi"],
+        [RanksCommand(), "--once"],
+        [BenchCommand(), "--streams", "1"],
+        [BenchCommand(), "--model", "m", "--streams", "1"],
+    ],
+    ids=lambda c: f"{c[0].name}-{len(c)}",
+)
+def test_whatever_a_stranger_answers_is_said_in_a_line(
+    command: list[Any], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tool, *flags = command
+
+    async def main() -> None:
+        async with answering(text) as url:
+            args = parsed(tool, "--url", url, *flags)
+            assert await asyncio.to_thread(tool.run, args) == EXIT_CRASHED
+
+    drive(main)
+    assert f"dpi {tool.name}: " in capsys.readouterr().err
+
+
+def test_null_in_an_event_is_what_is_not_given(capsys: pytest.CaptureFixture[str]) -> None:
+    events = [
+        '{"error": null, "choices": [{"delta": null}]}',
+        '{"choices": null}',
+        '{"choices": [{"delta": {"content": "yes"}}]}',
+    ]
+    text = "".join(f"data: {e}\n\n" for e in [*events, "[DONE]"])
+
+    async def main() -> None:
+        async with answering(text) as url:
+            args = parsed(ChatCommand(), "--url", url, "--model", "m", "hi")
+            assert await asyncio.to_thread(ChatCommand().run, args) == 0
+
+    drive(main)
+    assert capsys.readouterr().out == "yes\n"
+
+
+def test_failures_do_not_mix_with_the_json_of_bench(capsys: pytest.CaptureFixture[str]) -> None:
+    async def main() -> None:
+        async with running() as server:
+            args = parsed(
+                BenchCommand(),
+                "--url",
+                server.url,
+                "--json",
+                "--warmup",
+                "0",
+                "--input-tokens",
+                "4",
+                "--output-tokens",
+                "99999",
+            )
+            assert await bench(args) == EXIT_CRASHED
+
+    drive(main)
+    out, err = capsys.readouterr()
+    assert [json.loads(line)["failed"] for line in out.splitlines()] == [8]
+    assert "failed: POST " in err
+
+
+@pytest.mark.parametrize(
+    "error", ["[enforce fail at alloc_cpu.cpp:119] no memory", "model '/m/[/x]': nothing is there"]
+)
+def test_brackets_in_an_error_are_no_markup(error: str, capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"rank": 0, "state": "LOST", "pod": "p[/y]", "error": error}
+    console = Console(width=200)
+    with console.capture() as shown:
+        console.print(ranks_table({"ranks": [row]}))
+    assert error in shown.get()
+    assert "p[/y]" in shown.get()
+
+
+def test_a_table_that_nobody_reads_ends_as_all_output_does() -> None:
+    code = "from dpi_engine.tools.console import make_console as m\nc = m()\nfor _ in range(9999): c.print('x' * 60)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.wait() == EXIT_PIPE
+
+
+def test_ctrl_c_at_the_prompt_ends_a_conversation() -> None:
+    pid, terminal = pty.fork()
+    if pid == 0:
+        arguments = ["chat", "--url", "http://127.0.0.1:9", "--model", "m"]
+        os.execv(sys.executable, [sys.executable, "-m", "dpi_engine", *arguments])
+    try:
+        shown = b""
+        while b"> " not in shown:
+            shown += os.read(terminal, 1000)
+        time.sleep(0.2)  # from the prompt to the read behind it
+        os.write(terminal, b"\x03")
+        deadline = time.monotonic() + 20
+        status = 0
+        while not (ended := os.waitpid(pid, os.WNOHANG))[0] and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert ended[0], "it goes on"
+        status = os.waitstatus_to_exitcode(ended[1])
+        pid = 0
+        assert status == EXIT_INTERRUPTED
+    finally:
+        if pid:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        os.close(terminal)
+
+
+def test_text_that_the_terminal_cannot_show_is_no_failure() -> None:
+    async def main() -> None:
+        async with running() as server:
+            process = await asyncio.create_subprocess_exec(
+                *(
+                    sys.executable,
+                    "-m",
+                    "dpi_engine",
+                    "chat",
+                    "--url",
+                    server.url,
+                    "--echo",
+                    "--max-tokens",
+                    "2",
+                    "日本",
+                ),
+                env={**os.environ, "PYTHONIOENCODING": "ascii"},
+                stdout=asyncio.subprocess.PIPE,
+            )
+            out, _ = await process.communicate()
+            assert process.returncode == 0
+            assert b"> \\u65e5\\u672c" in out
+
+    drive(main)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from typing import Any
 
-from dpi_engine.launch.exit_codes import EXIT_OK, EXIT_USAGE
+from dpi_engine.launch.exit_codes import EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE
 
 
 class ChatCommand:
@@ -36,9 +37,18 @@ class ChatCommand:
         except EndpointError as e:
             print(f"dpi chat: {e}", file=sys.stderr)
             return e.code
-        except (KeyboardInterrupt, EOFError):
+        except (KeyboardInterrupt, EOFError) as e:
             print()
-            return EXIT_OK
+            return EXIT_OK if isinstance(e, EOFError) else EXIT_INTERRUPTED
+
+
+def _question() -> str:
+    """A line that was typed. Ctrl-C ends it: asyncio's own handler cancels a task, which a waiting read never sees."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return input("> ").strip()
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 async def _answer(endpoint: Any, model: str, messages: list[dict[str, str]], args: argparse.Namespace) -> str:
@@ -46,8 +56,8 @@ async def _answer(endpoint: Any, model: str, messages: list[dict[str, str]], arg
     body = {"model": model, "messages": messages, "max_tokens": args.max_tokens, "temperature": args.temperature}
     text, reason = "", None
     async for event in endpoint.stream("/v1/chat/completions", body):
-        for choice in event.get("choices", ()):
-            piece = choice.get("delta", {}).get("content") or ""
+        for choice in event["choices"]:
+            piece = (choice.get("delta") or {}).get("content") or ""
             text += piece
             reason = choice.get("finish_reason") or reason
             print(piece, end="", flush=True)
@@ -67,7 +77,7 @@ async def _main(args: argparse.Namespace) -> int:
             await _answer(endpoint, model, [*messages, {"role": "user", "content": args.question}], args)
             return EXIT_OK
         print(f"{model} at {endpoint.base}; an empty line or Ctrl-D ends", file=sys.stderr)
-        while question := input("> ").strip():
+        while question := _question():
             messages.append({"role": "user", "content": question})
             messages.append({"role": "assistant", "content": await _answer(endpoint, model, messages, args)})
     return EXIT_OK

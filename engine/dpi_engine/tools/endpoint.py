@@ -42,6 +42,22 @@ def _why(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
+def _object(answer: Any) -> dict[str, Any]:
+    """`answer` if it is a JSON object. Raises ValueError: something else listens there."""
+    if not isinstance(answer, dict):
+        raise ValueError(f"expected a JSON object, got {json.dumps(answer)[:100]}; is the port right?")
+    return answer
+
+
+def _event(data: bytes) -> dict[str, Any]:
+    """One event of a stream, with `choices` that are objects if it has any. Raises ValueError for anything else."""
+    event = _object(json.loads(data))
+    choices = event.get("choices") or []
+    if not isinstance(choices, list) or not all(isinstance(c, dict) for c in choices):
+        raise ValueError(f"expected 'choices' to be a list of objects, got {json.dumps(choices)[:100]}")
+    return {**event, "choices": choices}
+
+
 class Endpoint:
     """An OpenAI-compatible server. Use as an async context manager."""
 
@@ -91,23 +107,23 @@ class Endpoint:
             hint = "; is this the other port? /ranks is on the management port, /v1 on the HTTP port"
         raise EndpointError(f"{response.method} {response.url}: {response.status} {response.reason}: {message}{hint}")
 
-    async def get(self, path: str) -> Any:
+    async def get(self, path: str) -> dict[str, Any]:
         """JSON of a GET. Raises EndpointError."""
         assert self._session
         try:
             async with self._session.get(self.base + path) as response:
                 await self._check(response)
-                return await response.json(content_type=None)
+                return _object(await response.json(content_type=None))
         except (aiohttp.ClientError, TimeoutError, ValueError) as e:
             raise EndpointError(f"GET {self.base}{path}: {_why(e)}") from e
 
-    async def post(self, path: str, body: dict[str, Any]) -> Any:
+    async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """JSON answer of a POST. Raises EndpointError."""
         assert self._session
         try:
             async with self._session.post(self.base + path, json=body) as response:
                 await self._check(response)
-                return await response.json(content_type=None)
+                return _object(await response.json(content_type=None))
         except (aiohttp.ClientError, TimeoutError, ValueError) as e:
             raise EndpointError(f"POST {self.base}{path}: {_why(e)}") from e
 
@@ -115,7 +131,10 @@ class Endpoint:
         models = (await self.get("/v1/models")).get("data") or []
         if not models:
             raise EndpointError(f"{self.base}/v1/models lists no model")
-        return str(models[0]["id"])
+        try:
+            return str(models[0]["id"])
+        except (KeyError, TypeError):
+            raise EndpointError(f"{self.base}/v1/models is no list of models; is the port right?") from None
 
     async def stream(self, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """Events of a streamed POST, up to [DONE]. Raises EndpointError, also for an error inside the stream."""
@@ -129,9 +148,10 @@ class Endpoint:
                     data = line[5:].strip()
                     if data == b"[DONE]":
                         return
-                    event = json.loads(data)
-                    if "error" in event:
-                        raise EndpointError(f"{self.base}{path}: {event['error'].get('message', event['error'])}")
+                    event = _event(data)
+                    if error := event.get("error"):
+                        message = error.get("message", error) if isinstance(error, dict) else error
+                        raise EndpointError(f"{self.base}{path}: {message}")
                     yield event
                 raise EndpointError(f"{self.base}{path}: the stream ended before [DONE]")
         except (aiohttp.ClientError, TimeoutError, ValueError) as e:

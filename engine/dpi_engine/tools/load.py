@@ -98,9 +98,9 @@ async def make_prompts(
         words = text(rng, tokens)
         try:
             answer = await endpoint.post("/tokenize", {"model": model, "prompt": words, "add_special_tokens": False})
-            ids = answer["tokens"]
+            ids = list(answer["tokens"])
         except (KeyError, TypeError) as e:
-            raise BenchError(f"{endpoint.base}/tokenize: unexpected answer: {e}") from e
+            raise BenchError(f"{endpoint.base}/tokenize: unexpected answer: {e!r}") from e
         if len(ids) < tokens:
             raise BenchError(f"{tokens} words gave only {len(ids)} tokens")
         prompts.append(ids[:tokens])
@@ -129,6 +129,8 @@ async def one_request(endpoint: Endpoint, model: str, prompt: Any, output_tokens
             sample.error = f"asked for {output_tokens} tokens, got {sample.output_tokens}"
     except EndpointError as e:
         sample.error = str(e)
+    except (KeyError, TypeError) as e:
+        sample.error = f"unexpected 'usage': {e!r}"
     return sample
 
 
@@ -154,8 +156,9 @@ def _cell(value: float | None, digits: int) -> str:
 
 
 def _print_table(results: list[dict[str, Any]], args: argparse.Namespace) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from dpi_engine.tools.console import make_console
 
     title = f"{args.streams} streams, {args.input_tokens} tokens in, {args.output_tokens} out, milliseconds"
     table = Table(box=None, header_style="bold", title=title, title_justify="left")
@@ -188,7 +191,7 @@ def _print_table(results: list[dict[str, Any]], args: argparse.Namespace) -> Non
     if len(results) > 1:
         rates = sorted(r["output_tok_s"] for r in results)
         table.caption = f"out tok/s: min {rates[0]}, median {statistics.median(rates)}, max {rates[-1]}"
-    Console(highlight=False).print(table)
+    make_console().print(table)
 
 
 async def bench(args: argparse.Namespace) -> int:

@@ -42,6 +42,7 @@ class RanksCommand:
 
 def ranks_table(document: dict[str, Any]) -> Any:
     """A `/ranks` document as a table."""
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -51,39 +52,49 @@ def ranks_table(document: dict[str, Any]) -> Any:
         note = r.get("error") or ("" if r["state"] == "READY" else r.get("stage", ""))
         table.add_row(
             str(r["rank"]),
-            r.get("pod", ""),
+            escape(r.get("pod", "")),
             r["state"],
             str(r.get("epoch", 0)),
             str(r.get("waiting", 0)),
             str(r.get("running", 0)),
             f"{100 * r.get('kv_usage', 0.0):.0f}%",
             str(r.get("steps", 0)),
-            note,
+            escape(note),  # errors have brackets of their own
         )
     return table
+
+
+def _table_of(endpoint: Any, document: dict[str, Any]) -> Any:
+    """The table, or an EndpointError for an answer that is no `/ranks` document."""
+    from dpi_engine.tools.endpoint import EndpointError
+
+    try:
+        return ranks_table(document)
+    except (KeyError, TypeError, AttributeError, ValueError):
+        raise EndpointError(f"{endpoint.base}/ranks: not the answer of a management API; is the port right?") from None
 
 
 async def _main(args: argparse.Namespace) -> int:
     import asyncio
     import json
 
-    from rich.console import Console
     from rich.live import Live
 
+    from dpi_engine.tools.console import make_console
     from dpi_engine.tools.endpoint import Endpoint
 
-    console = Console(highlight=False)
+    console = make_console()
     async with Endpoint(args.url) as endpoint:
         document = await endpoint.get("/ranks")
         if args.json:
             print(json.dumps(document, indent=2))
             return EXIT_OK
         if args.once or not console.is_terminal:
-            console.print(ranks_table(document))
+            console.print(_table_of(endpoint, document))
             return EXIT_OK
         with Live(console=console, auto_refresh=False) as live:
             while True:
-                live.update(ranks_table(document), refresh=True)
+                live.update(_table_of(endpoint, document), refresh=True)
                 await asyncio.sleep(args.interval)
                 document = await endpoint.get("/ranks")
 

@@ -35,7 +35,8 @@ CLUSTER_ONLY = (
     "security.serviceAccountName",
     "credentials",
     "metrics",
-    "failurePolicy.backoff",
+    "failurePolicy.backoff.baseSeconds",
+    "failurePolicy.backoff.maxSeconds",
     "failurePolicy.stuckTerminatingSeconds",
     "failurePolicy.reformTimeoutSeconds",
 )

@@ -25,7 +25,7 @@ TAIL_LINES = 15
 
 def backoff(restarts: int) -> float:
     """Seconds before restart number `restarts` + 1."""
-    return min(BACKOFF_BASE_S * 2.0**restarts, BACKOFF_MAX_S)
+    return min(BACKOFF_BASE_S * 2.0 ** min(restarts, 10), BACKOFF_MAX_S)  # the power itself has an end
 
 
 _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
@@ -40,7 +40,10 @@ def _end_with_parent() -> None:
 
 @dataclass
 class PodProcess:
-    """Runs one pod until `stop`. `say` gets a line per event; `failed` is called once when it will not start again."""
+    """Runs one pod until `stop`. `say` gets a line per event; `failed` is called once when it will not start again.
+
+    Once it was ready for `forget_after_s` (as `seen` is told), earlier restarts do not count any more.
+    """
 
     plan: PodPlan
     log_file: Path
@@ -49,30 +52,50 @@ class PodProcess:
     failed: Callable[[str], None]
     echo: bool = False
     extra_args: tuple[str, ...] = ()
+    forget_after_s: float = 1200.0
     restarts: int = 0
     process: asyncio.subprocess.Process | None = None
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
+    _ready_since: float | None = None
     _stopping: bool = False
     _task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         self._task = asyncio.get_running_loop().create_task(self._supervise())
+        self._task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """A pod that nobody watches any more must not pass for one that runs."""
+        if not task.cancelled() and (error := task.exception()) is not None and not self._stopping:
+            self.failed(f"{self.plan.name}: it cannot be run: {type(error).__name__}: {error}")
 
     async def _copy_output(self, stream: asyncio.StreamReader) -> None:
-        with self.log_file.open("ab") as log:
-            while True:
+        """To the end, whatever becomes of the copies: a pod whose output nobody reads stands still."""
+        lost = 0
+        while True:
+            try:
+                line = await stream.readline()
+            except ValueError:  # a line longer than the reader's limit; the rest follows
+                continue
+            if not line:
+                return
+            text = line.decode(errors="replace").rstrip()
+            self.tail.append(text)
+            try:
+                with self.log_file.open("ab", buffering=0) as log:  # opened anew: nothing is kept that failed once
+                    log.write(line)
+                if lost:
+                    self.say(f"{self.plan.name}: {self.log_file} is written again; {lost} lines are missing")
+                    lost = 0
+            except OSError as e:
+                if not lost:
+                    self.say(f"{self.plan.name}: {self.log_file} cannot be written, the pod runs on: {e.strerror or e}")
+                lost += 1
+            if self.echo:
                 try:
-                    line = await stream.readline()
-                except ValueError:  # a line longer than the reader's limit; the rest follows
-                    continue
-                if not line:
-                    return
-                log.write(line)
-                log.flush()
-                text = line.decode(errors="replace").rstrip()
-                self.tail.append(text)
-                if self.echo:
                     print(f"{self.plan.name} | {text}", file=sys.stderr, flush=True)
+                except OSError:  # whoever read it is gone
+                    self.echo = False
 
     async def _run_once(self) -> int:
         # Only the manifest configures a pod, as on a cluster; DPI_CACHE_DIR says where this machine keeps its caches.
@@ -98,6 +121,15 @@ class PodProcess:
             async with asyncio.timeout(5):
                 await copying
         return code
+
+    def seen(self, ready: bool, now: float) -> None:
+        """What a look at the pod gave, at the monotonic time `now`."""
+        if not ready:
+            self._ready_since = None
+        elif self._ready_since is None:
+            self._ready_since = now
+        elif now - self._ready_since >= self.forget_after_s:
+            self.restarts = 0
 
     async def _supervise(self) -> None:
         while not self._stopping:
@@ -138,7 +170,7 @@ class PodProcess:
                     os.killpg(self.process.pid, signal.SIGKILL)
                 await self.process.wait()
         if self._task:
-            with contextlib.suppress(TimeoutError, asyncio.CancelledError):
-                async with asyncio.timeout(6):
-                    await self._task
+            _, late = await asyncio.wait({self._task}, timeout=6)
+            for task in late:
+                task.cancel()
         return clean

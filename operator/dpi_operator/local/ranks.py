@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
+from rich.markup import escape
 from rich.table import Table
 
 from dpi_operator.plan.pods import PodPlan, Role
@@ -78,9 +79,13 @@ def rank_table(rows: Sequence[dict[str, Any]]) -> Table:
     for r in rows:
         state = str(r.get("state", "?"))
         cells = [str(r["group"])] if groups else []
-        cells += [str(r.get("rank")), str(r.get("pod", "")), f"[{colours.get(state, 'cyan')}]{state}[/]"]
+        cells += [
+            str(r.get("rank")),
+            escape(str(r.get("pod", ""))),
+            f"[{colours.get(state, 'cyan')}]{escape(state)}[/]",
+        ]
         cells += [str(r.get("epoch", 0)), str(r.get("waiting", 0)), str(r.get("running", 0))]
         cells += [f"{100 * float(r.get('kv_usage', 0.0)):.0f}%", str(r.get("steps", 0))]
         note = r.get("error") or ("" if state == "READY" else r.get("stage", ""))
-        table.add_row(*cells, str(note or ""))
+        table.add_row(*cells, escape(str(note or "")))  # errors have brackets of their own
     return table

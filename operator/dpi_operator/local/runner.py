@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from rich.console import Console
 from rich.live import Live
 
 from dpi_engine.config.machine import usable_cpus
 from dpi_engine.config.network import port_is_free
 from dpi_engine.launch.exit_codes import EXIT_USAGE
+from dpi_engine.tools.console import make_console
 from dpi_operator.api.reasons import Reason
 from dpi_operator.api.types import DataParallelInference, Runtime
 from dpi_operator.api.validate import Finding
@@ -32,6 +32,7 @@ from dpi_operator.plan.pods import NotPlannable, PodPlan, Role, plan_group
 POLL_S = 0.5
 PROGRESS_S = 5.0
 STOP_MARGIN_S = 10.0
+LAST_PORT = 65535
 INTERRUPTED = 130
 
 
@@ -50,9 +51,10 @@ class UpFailed(RuntimeError):
     """The group did not come up; the message says why."""
 
 
-def ports_in_use(plans: list[PodPlan]) -> list[str]:
-    """Declared ports that another process holds, each with the field that sets it."""
-    taken = []
+def unusable_ports(plans: list[PodPlan]) -> list[str]:
+    """Declared ports that are none, that two pods want, or that are held, each with the field that sets it."""
+    wrong = []
+    wanted_by: dict[int, str] = {}
     for plan in plans:
         ports = plan.ports
         wanted = [("management", ports.management)]
@@ -62,9 +64,15 @@ def ports_in_use(plans: list[PodPlan]) -> list[str]:
         if plan.role is Role.RANK0:
             wanted.append(("rpc", ports.rpc))
         for field, port in wanted:
-            if not port_is_free("127.0.0.1", port):
-                taken.append(f"port {port} of {plan.name} is in use; change spec.engine.ports.{field} or free it")
-    return taken
+            who = f"spec.engine.ports.{field} of {plan.name}"
+            if port > LAST_PORT:
+                wrong.append(f"port {port} for {who} is above {LAST_PORT}: lower it, or run fewer pods here")
+            elif port in wanted_by:
+                wrong.append(f"port {port} is wanted twice: for {wanted_by[port]} and for {who}; change one of them")
+            elif not port_is_free("127.0.0.1", port):
+                wrong.append(f"port {port} of {plan.name} is in use; change spec.engine.ports.{field} or free it")
+            wanted_by.setdefault(port, who)
+    return wrong
 
 
 def claim_folder(folder: Path) -> int:
@@ -103,7 +111,7 @@ class LocalRunner:
             )
         groups = 0 if dpi.spec.suspend else dpi.spec.replicas
         self.plans = [p for group in range(groups) for p in plan_group(dpi, group, Local())]
-        self.console = Console(highlight=False)
+        self.console = make_console()
         self._failure: asyncio.Future[str] | None = None
         self._stop = asyncio.Event()
         self._states: dict[tuple[int, int], str] = {}
@@ -150,8 +158,8 @@ class LocalRunner:
             why = "suspend is set" if self.dpi.spec.suspend else "replicas is 0"
             self.say(f"{self.dpi.metadata.name}: {why}, nothing to run")
             return 0
-        if taken := ports_in_use(self.plans):
-            for line in taken:
+        if wrong := unusable_ports(self.plans):
+            for line in wrong:
                 self.say(f"error: {line}")
             return 1
         try:
@@ -178,6 +186,7 @@ class LocalRunner:
                 self._fail,
                 echo=self.options.logs,
                 extra_args=self._thread_args(plan),
+                forget_after_s=self.dpi.spec.failure_policy.backoff.reset_after_seconds,
             )
             self.pods.append(pod)
             ranks = f"rank {plan.rank_start}" + (
@@ -203,6 +212,8 @@ class LocalRunner:
         """One poll, cut short by a stop; raises UpFailed when a pod gave up."""
         assert self._failure is not None
         answers = await ask_pods(session, self.plans)
+        for pod, answer in zip(self.pods, answers, strict=True):
+            pod.seen(answer.ready, time.monotonic())
         if self._failure.done():
             raise UpFailed(self._failure.result())
         with contextlib.suppress(TimeoutError):

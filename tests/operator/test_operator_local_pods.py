@@ -1,0 +1,97 @@
+"""A pod of `dpi up`: its output is read and its end is noticed, whatever becomes of logs and readers."""
+
+import asyncio
+import sys
+from types import SimpleNamespace
+
+from rich.console import Console
+
+from dpi_operator.local.pods import BACKOFF_MAX_S, PodProcess, backoff
+from dpi_operator.local.ranks import rank_table
+
+
+class World:
+    """A PodProcess whose engine is a shell script."""
+
+    def __init__(self, tmp_path, monkeypatch, script, **more):
+        program = tmp_path / "engine"
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(program))
+        monkeypatch.setattr("dpi_operator.local.pods.BACKOFF_BASE_S", 0.01)
+        self.said, self.failures = [], []
+        fields = {"log_file": tmp_path / "log", "max_restarts": 2, "say": self.said.append, **more}
+        self.pod = PodProcess(SimpleNamespace(name="p", args=()), failed=self.failures.append, **fields)
+
+    async def until_failed(self):
+        async with asyncio.timeout(20):
+            self.pod.start()
+            while not self.failures:
+                await asyncio.sleep(0.01)
+            await self.pod.join(1)
+
+
+MANY_LINES = "i=0; while [ $i -lt 20000 ]; do echo a line of the log $i; i=$((i+1)); done; exit 1"
+"""More than pipe and reader hold."""
+
+
+def test_a_log_on_a_full_disk_neither_stops_a_pod_nor_its_restarts(tmp_path, monkeypatch):
+    (tmp_path / "full").symlink_to("/dev/full")
+    world = World(tmp_path, monkeypatch, MANY_LINES, log_file=tmp_path / "full")
+    asyncio.run(world.until_failed())
+    assert world.pod.restarts == 2
+    assert world.failures[0].startswith("p: exit code 1 after 2 restarts")
+    assert "a line of the log 19999" in world.failures[0]
+    told = [s for s in world.said if "cannot be written" in s]
+    assert told and all("the pod runs on: No space left on device" in s for s in told)
+
+
+def test_a_log_that_can_be_written_again_says_what_is_missing(tmp_path, monkeypatch):
+    log = tmp_path / "folder" / "log"
+    world = World(tmp_path, monkeypatch, f"echo one; sleep 0.3; mkdir {log.parent}; echo two; exit 78", log_file=log)
+    asyncio.run(world.until_failed())
+    assert log.read_text() == "two\n"
+    assert world.said == [
+        f"p: {log} cannot be written, the pod runs on: No such file or directory",
+        f"p: {log} is written again; 1 lines are missing",
+    ]
+
+
+def test_whoever_reads_the_echo_may_go(tmp_path, monkeypatch):
+    def write(text):
+        raise BrokenPipeError
+
+    world = World(tmp_path, monkeypatch, "echo one; echo two; exit 78", echo=True)
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=write, flush=lambda: None))
+    asyncio.run(world.until_failed())
+    assert (tmp_path / "log").read_text() == "one\ntwo\n"
+    assert "exit code 78" in world.failures[0]
+
+
+def test_a_pod_that_cannot_be_run_at_all_is_no_silence(tmp_path, monkeypatch):
+    world = World(tmp_path, monkeypatch, "")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "nowhere"))
+    asyncio.run(world.until_failed())
+    assert world.failures[0].startswith("p: it cannot be run: FileNotFoundError: ")
+
+
+def test_restarts_before_a_long_good_run_are_forgotten(tmp_path, monkeypatch):
+    pod = World(tmp_path, monkeypatch, "", forget_after_s=100).pod
+    pod.restarts = 2
+    for ready, now in ((True, 0), (True, 99), (False, 150), (True, 200), (True, 299)):
+        pod.seen(ready, now)
+    assert pod.restarts == 2
+    pod.seen(True, 300)
+    assert pod.restarts == 0
+
+
+def test_a_pod_may_end_any_number_of_times():
+    assert backoff(5000) == BACKOFF_MAX_S
+
+
+def test_brackets_in_an_error_are_no_markup():
+    row = {"rank": 0, "group": 0, "pod": "p", "state": "LOST", "error": "[enforce fail] at '/m/[/x]'"}
+    console = Console(width=200)
+    with console.capture() as shown:
+        console.print(rank_table([row]))
+    assert row["error"] in shown.get()
