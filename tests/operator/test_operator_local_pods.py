@@ -1,6 +1,7 @@
 """A pod of `dpi up`: its output is read and its end is noticed, whatever becomes of logs and readers."""
 
 import asyncio
+import signal
 import sys
 from types import SimpleNamespace
 
@@ -87,6 +88,36 @@ def test_restarts_before_a_long_good_run_are_forgotten(tmp_path, monkeypatch):
 
 def test_a_pod_may_end_any_number_of_times():
     assert backoff(5000) == BACKOFF_MAX_S
+
+
+def test_a_stop_does_not_wait_for_the_next_restart(tmp_path, monkeypatch):
+    async def main():
+        world = World(tmp_path, monkeypatch, "exit 1")
+        monkeypatch.setattr("dpi_operator.local.pods.BACKOFF_BASE_S", 30.0)
+        world.pod.start()
+        async with asyncio.timeout(20):
+            while not world.said:
+                await asyncio.sleep(0.01)
+        world.pod.terminate()
+        began = asyncio.get_running_loop().time()
+        assert await world.pod.join(1)
+        assert asyncio.get_running_loop().time() - began < 3
+        assert world.failures == []
+
+    asyncio.run(main())
+
+
+def test_a_stop_while_a_pod_is_being_started_ends_it(tmp_path, monkeypatch):
+    async def main():
+        world = World(tmp_path, monkeypatch, "exec sleep 60")
+        world.pod.start()
+        await asyncio.sleep(0)
+        assert world.pod.process is None
+        world.pod.terminate()
+        await world.pod.join(1)
+        assert world.pod.process.returncode == -signal.SIGTERM
+
+    asyncio.run(main())
 
 
 def test_brackets_in_an_error_are_no_markup():

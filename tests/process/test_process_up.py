@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -258,6 +259,23 @@ def test_a_question_is_asked_and_answered(folder: Path, tiny_model: Path, proces
         assert "what do ranks wait for?" in running.output
         assert "READY" in running.output
         until(lambda: not running.family(), "every process has ended")
+
+
+def test_a_second_ctrl_c_does_not_wait_for_requests(folder: Path, tiny_model: Path, process_cache: Path) -> None:
+    document = manifest(tiny_model, *ports(), process_cache, dataParallelSize=1)
+    document["spec"]["lifecycle"] = {"shutdownTimeoutSeconds": 600, "terminationGracePeriodSeconds": 700}
+    with up(folder, document) as running:
+        running.until_said("Ctrl-C stops")
+        body = {"model": "tiny", "prompt": "the quick", "max_tokens": 400, "n": 100, "ignore_eos": True, "stream": True}
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(ask, f"{running.url}/v1/completions", body)
+            until(lambda: running.ranks()[0]["running"] > 0, "requests run")
+            running.process.send_signal(signal.SIGINT)
+            running.until_said("stopping")
+            running.process.send_signal(signal.SIGINT)
+            assert '"error"' in asked.result().text
+        assert running.process.wait(PATIENCE) == 0
+        assert "was killed" not in running.output
 
 
 def test_ctrl_c_while_pods_start_leaves_nothing(folder: Path, tiny_model: Path, process_cache: Path) -> None:

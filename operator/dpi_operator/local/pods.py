@@ -57,7 +57,7 @@ class PodProcess:
     process: asyncio.subprocess.Process | None = None
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
     _ready_since: float | None = None
-    _stopping: bool = False
+    _stop: asyncio.Event = field(default_factory=asyncio.Event)
     _task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -66,7 +66,7 @@ class PodProcess:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         """A pod that nobody watches any more must not pass for one that runs."""
-        if not task.cancelled() and (error := task.exception()) is not None and not self._stopping:
+        if not task.cancelled() and (error := task.exception()) is not None and not self._stop.is_set():
             self.failed(f"{self.plan.name}: it cannot be run: {type(error).__name__}: {error}")
 
     async def _copy_output(self, stream: asyncio.StreamReader) -> None:
@@ -114,6 +114,8 @@ class PodProcess:
             start_new_session=True,
             preexec_fn=_end_with_parent,
         )
+        if self._stop.is_set():  # while it was being started
+            self.terminate()
         assert self.process.stdout is not None
         copying = asyncio.create_task(self._copy_output(self.process.stdout))
         code = await self.process.wait()
@@ -132,9 +134,9 @@ class PodProcess:
             self.restarts = 0
 
     async def _supervise(self) -> None:
-        while not self._stopping:
+        while not self._stop.is_set():
             code = await self._run_once()
-            if self._stopping:
+            if self._stop.is_set():
                 return
             how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
             last = "\n".join(f"    {line}" for line in self.tail)
@@ -147,18 +149,20 @@ class PodProcess:
             wait = backoff(self.restarts)
             self.restarts += 1
             self.say(f"{self.plan.name}: {how}; restart {self.restarts} in {wait:.0f} s; its last lines:\n{last}")
-            await asyncio.sleep(wait)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait):
+                    await self._stop.wait()
 
     def terminate(self) -> None:
-        """SIGTERM, no restart any more."""
-        self._stopping = True
+        """SIGTERM, no restart any more. The second one ends running requests too."""
+        self._stop.set()
         if self.process and self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self.process.terminate()
 
     async def join(self, timeout_s: float) -> bool:
         """Wait for the end; after `timeout_s` its whole process group is killed. True when it ended by itself."""
-        self._stopping = True
+        self._stop.set()
         clean = True
         if self.process and self.process.returncode is None:
             try:

@@ -149,11 +149,18 @@ class LocalRunner:
                 if known or state != "NEW":
                     self.say(f"rank {key[1]} ({row['pod']}): {state}{'' if state == 'READY' else why}")
 
+    def _on_signal(self) -> None:
+        """Stop; at the second signal the pods do not wait for running requests, as `dpi serve` does."""
+        if self._stop.is_set():
+            for pod in self.pods:
+                pod.terminate()
+        self._stop.set()
+
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
         self._failure = loop.create_future()
         for sig in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(sig, self._stop.set)
+            loop.add_signal_handler(sig, self._on_signal)
         if not self.plans:
             why = "suspend is set" if self.dpi.spec.suspend else "replicas is 0"
             self.say(f"{self.dpi.metadata.name}: {why}, nothing to run")
