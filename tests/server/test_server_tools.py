@@ -45,12 +45,25 @@ def test_a_model_that_is_not_served_is_no_wrong_port() -> None:
     drive(main)
 
 
+@pytest.mark.parametrize("address", ["node-a:8081/", "ftp://node-a:8081"])
 @pytest.mark.parametrize("command", [BenchCommand(), ChatCommand(), RanksCommand()], ids=lambda c: c.name)
-def test_an_address_without_a_scheme_is_given_one(command: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_address_that_is_not_http_is_shown_as_one(
+    command: Any, address: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
-    assert command.run(parser.parse_args(["--url", "node-a:8081/"])) == EXIT_USAGE
-    assert "--url 'node-a:8081/': expected an address such as http://node-a:8081\n" in capsys.readouterr().err
+    assert command.run(parser.parse_args(["--url", address])) == EXIT_USAGE
+    assert f"--url '{address}': expected an address such as http://node-a:8081\n" in capsys.readouterr().err
+
+
+def test_the_table_of_bench_fits_a_terminal_of_eighty_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    flags = ["--streams", "2", "--input-tokens", "20", "--output-tokens", "7", "--warmup", "0"]
+    assert bench_against(*flags) == EXIT_OK
+    heads = capsys.readouterr().out.splitlines()[1].split()
+    assert heads == "round out tok/s TTFT p50 p99 ITL p50 p99 TPOT e2e p50 s failed".split()
 
 
 @pytest.mark.parametrize(

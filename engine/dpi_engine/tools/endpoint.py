@@ -73,7 +73,8 @@ class Endpoint:
         base = url.rstrip("/")
         self.base = base.removesuffix("/v1")
         if not self.base.startswith(("http://", "https://")):
-            raise BadUrl(f"--url {url!r}: expected an address such as http://{base or '127.0.0.1:8000'}")
+            host = base.partition("://")[2] or base or "127.0.0.1:8000"
+            raise BadUrl(f"--url {url!r}: expected an address such as http://{host}")
         key = api_key or os.environ.get("OPENAI_API_KEY")
         self._headers = {**({"Authorization": f"Bearer {key}"} if key else {}), **(headers or {})}
         self._limit, self._timeout = connections, timeout_s

@@ -161,7 +161,7 @@ def _print_table(results: list[dict[str, Any]], args: argparse.Namespace) -> Non
     from dpi_engine.tools.console import make_console
 
     title = f"{args.streams} streams, {args.input_tokens} tokens in, {args.output_tokens} out, milliseconds"
-    table = Table(box=None, header_style="bold", title=title, title_justify="left")
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", title=title, title_justify="left")
     for name in (
         "round",
         "out tok/s",
@@ -169,7 +169,7 @@ def _print_table(results: list[dict[str, Any]], args: argparse.Namespace) -> Non
         "p99",
         "ITL p50",
         "p99",
-        "TPOT mean",
+        "TPOT",
         "e2e p50",
         "s",
         "failed",
