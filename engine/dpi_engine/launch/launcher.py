@@ -290,10 +290,9 @@ class Launcher:
         host = await self._exchange_host(addresses)
         if self._stop.is_set():
             return {}
+        addresses.ports.check_exchange(self.settings, self.parallel, self.pod.in_pod)
         found: dict[int, list[Any]] = {}
         for rank, (what, port) in addresses.ports.exchange(self.parallel, self.pod.in_pod).items():
-            if port > 65535:
-                raise LaunchFailed(f"{what}: port {port} is out of range; lower --data-parallel-rpc-port", EXIT_REFUSED)
             check_free(what, host, port, self.pod.control_setting)
             found[rank] = [host, port]
         return found
