@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import pytest
+from process_group import paused
 from process_pods import Pod, until
 from process_streams import Stream
 
@@ -96,6 +97,25 @@ def test_a_lost_member_is_lost_alone_and_rejoins(pair: Pair) -> None:
     assert head.until_rank(1, "READY")["epoch"] > epoch
     assert member.text(PROMPT) == head.text(PROMPT)
     assert head.children() == pids
+
+
+def test_a_member_that_a_new_head_refuses_finishes_what_it_has(make_pod: Callable[..., Pod], token_file: str) -> None:
+    """It must not serve beside another configuration; its clients must not suffer for what the head's flags say."""
+    head = make_pod("-dp", "2", "-dpn", "0", wait=False)
+    flags = ("-dp", "2", "-dpn", "1", "--management-token-file", token_file, "--shutdown-timeout", "600")
+    with head, make_pod(*flags, member_of=head) as member:
+        head.until_ready()
+        with paused(member):
+            stream = Stream(member, PROMPT, max_tokens=40)
+            until(lambda: member.rank(1)["waiting"] + member.rank(1)["running"] == 1, "the request is at the rank")
+            head.kill()
+            head.command += ["--seed", "5"]
+            head.start()
+            until(lambda: "seed: expected 5, got 0" in member.log, "the member is refused")
+            until(lambda: member.manage("/readyz").status == 503, "it takes no new requests")
+            assert not stream.ended.wait(1.0), (stream.events[-1:], stream.failure)
+        assert stream.until_end().finish_reason == "length", (stream.events[-1:], stream.failure)
+        assert member.wait_exit() == REFUSED
 
 
 @pytest.mark.parametrize(

@@ -138,6 +138,16 @@ def test_a_port_of_the_exchange_that_is_in_use_is_named_before_a_rank_starts(moe
             assert "Traceback" not in pod.log
 
 
+def test_a_port_of_the_exchange_that_this_launch_wants_twice_is_told_from_one_in_use(moe: Path, cache: Path) -> None:
+    """Outside a pod the port follows from the rank."""
+    at = Pod(moe, cache=cache)
+    args = (*COMMON, "-ep", "-dp", "4", "-dpl", "1", "-dpr", "2")
+    with Pod(moe, *args, cache=cache, head=at, rpc=at.rpc, management=at.rpc + 202, wait=False) as pod:
+        assert pod.wait_exit() == 78
+        twice = f"port {at.rpc + 202} is wanted twice"
+        assert f"{twice}: for --management-port and for expert exchange of rank 2" in pod.log
+
+
 def test_all_ranks_are_paused_and_resumed_together(moe: Path, cache: Path, expected: list[str]) -> None:
     args = (*COMMON, "--enable-expert-parallel", "-dp", "2", "-asc", "1", "--enable-dev-endpoints")
     with Pod(moe, *args, cache=cache) as pod:

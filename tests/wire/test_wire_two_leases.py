@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -197,6 +198,40 @@ def test_without_its_head_a_rank_works_on_and_follows_the_next_one(stage: Stage,
     finally:
         for sock in (back, pull):
             sock.close(0)
+
+
+@pytest.mark.parametrize("at", ["HELLO", "READY"])
+def test_a_rank_that_a_new_head_refuses_can_finish_what_its_front_end_sent(at: str) -> None:
+    settings = {"seed": 0}
+    with Stage(size=4, group=Group(4, frozenset({0, 1}), remote_headless=False, declared=settings, diff=diff)) as stage:
+        own = Own(stage)
+        try:
+            link = link_of(stage, own, declared=settings)
+            link.connect(PATIENCE)
+            link.open_io(response(2), PATIENCE)
+            link.ready({"weights": "x"}, timeout=PATIENCE)
+            own.front.read(own.front.router, "ready response")
+            stage.head.close()
+            take(link, LinkEvent.GROUP_LOST)
+            if at == "HELLO":
+                stage._group = Group(4, frozenset({0, 1}), remote_headless=False, declared={"seed": 5}, diff=diff)
+            else:
+                stage._head_options = {"resolved": {"weights": "y"}}
+            stage.start_head()
+            refusal = take(link, LinkEvent.GROUP_REFUSED).payload
+            assert isinstance(refusal, TypedRefusal) and "expected" in refusal.message
+            assert link.head_lost == str(refusal) and link.failure is None
+            time.sleep(2 * FAST.lost)
+            assert own.info(2).state is RankState.READY
+            link.send(0, EngineCoreOutputs(2, [EngineCoreOutput("r", [7])]))
+            assert decode_outputs(own.front.read(own.front.pull, "output")).outputs[0].new_token_ids == [7]
+            link.goodbye("stopped")
+            until(lambda: own.info(2).error == "left: stopped", "it leaves in order")
+        finally:
+            for link in stage.links:
+                link.close()
+            stage.links.clear()
+            own.close()
 
 
 def test_a_rank_that_its_own_front_end_lost_joins_that_one_alone(stage: Stage, own: Own) -> None:

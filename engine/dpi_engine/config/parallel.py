@@ -234,13 +234,22 @@ class Ports(msgspec.Struct, frozen=True):
 
     def check(self, settings: Settings, parallel: ParallelConfig) -> None:
         """Raise ParallelError if a port of this launch lies outside 1..65535 or serves two ends; both are named."""
-        taken: dict[int, str] = {}
         shared = settings.enable_expert_parallel and parallel.size > 1
         exchange = list(self.exchange(parallel, own_address=True).values()) if shared else []
         if shared and parallel.is_head and settings.device != "cpu":
             base = f"--data-parallel-rpc-port {self.handshake}"
             exchange.append((f"rendezvous store of the experts' devices ({base} + 4)", self.store))
-        for what, port in self.bound(settings, parallel) + exchange:
+        self._distinct(self.bound(settings, parallel) + exchange)
+
+    def check_exchange(self, settings: Settings, parallel: ParallelConfig, own_address: bool) -> None:
+        """The same once it is known whether this launch shares its address with others. Raises ParallelError."""
+        exchange = list(self.exchange(parallel, own_address).values())
+        self._distinct(self.bound(settings, parallel) + exchange)
+
+    @staticmethod
+    def _distinct(ports: list[tuple[str, int]]) -> None:
+        taken: dict[int, str] = {}
+        for what, port in ports:
             if not 1 <= port <= 65535:
                 lower = "--port" if what.startswith("--port") else "--data-parallel-rpc-port"
                 raise ParallelError(f"port {port} for {what} is out of range: expected 1..65535. Lower {lower}.")

@@ -53,6 +53,7 @@ class EngineReport(msgspec.Struct, tag="engine", kw_only=True):
     fields: dict[str, Any] = {}
     group_epoch: int = 0  # under which the group's head knows it
     head_lost: str = ""  # why the group's head is away while the own front end is there
+    refused: str = ""  # by the group's head, while requests are served
     places: list[Place] = []  # where all ranks of the group are, if the head has told this one
     malformed: dict[str, int] = {}
     lockstep: LockstepReport | None = None  # where ranks share experts

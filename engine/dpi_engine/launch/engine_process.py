@@ -383,7 +383,9 @@ class EngineProcess:
             self._drop_client(item.client_index, item.payload, engine)
         elif kind is LinkEvent.CLIENT_BACK:
             self._tell_dropped(item.client_index, engine)
-        elif kind is LinkEvent.GAVE_UP:
+        elif kind is LinkEvent.GROUP_REFUSED and self._coupled is None:
+            self.report.refused = str(item.payload)  # the launcher lets all of the launch finish, and ends it
+        elif kind in (LinkEvent.GAVE_UP, LinkEvent.GROUP_REFUSED):
             self.report.error = str(item.payload)
             self._link.close()
             if isinstance(item.payload, TypedRefusal):

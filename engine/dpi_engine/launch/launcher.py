@@ -108,6 +108,7 @@ class Launcher:
         self._stop = asyncio.Event()
         self._drain_until = 0.0  # when what runs is ended, once this launch stops
         self._failed: asyncio.Future[LaunchFailed] | None = None
+        self._finish = False  # this launch ends for a reason that lets running requests finish
         self._calls = UtilityCalls()
         self._held = HeldPorts()
         self._places: list[Place] = []  # as the group's head has told them
@@ -290,10 +291,9 @@ class Launcher:
         host = await self._exchange_host(addresses)
         if self._stop.is_set():
             return {}
+        addresses.ports.check_exchange(self.settings, self.parallel, self.pod.in_pod)
         found: dict[int, list[Any]] = {}
         for rank, (what, port) in addresses.ports.exchange(self.parallel, self.pod.in_pod).items():
-            if port > 65535:
-                raise LaunchFailed(f"{what}: port {port} is out of range; lower --data-parallel-rpc-port", EXIT_REFUSED)
             check_free(what, host, port, self.pod.control_setting)
             found[rank] = [host, port]
         return found
@@ -499,6 +499,9 @@ class Launcher:
             return
         if isinstance(message, EngineReport):
             self.state.engines[message.rank] = (now, message)
+            if message.refused and self._failed and not self._failed.done():
+                self._finish = True
+                self._failed.set_result(LaunchFailed(f"{name}: {message.refused}", EXIT_REFUSED))
             if message.places and message.places != self._places:
                 self._places = message.places
                 self._publish_ranks([n for n, c in self.children.items() if c.spec.kind is ChildKind.API])
@@ -605,7 +608,7 @@ class Launcher:
         self.state.draining = True
         if self.head:
             self.head.stopping = True
-        limit = self.settings.shutdown_timeout if self._stop.is_set() else 0.0
+        limit = self.settings.shutdown_timeout if self._stop.is_set() or self._finish else 0.0
         self._drain_until = time.monotonic() + limit
         running = [c for c in self.children.values() if c.alive]
         if running:

@@ -22,7 +22,7 @@ import zmq
 from dpi_engine.wire import handshake as hs
 from dpi_engine.wire.counters import WireCounters
 from dpi_engine.wire.engine_io import EngineIO
-from dpi_engine.wire.errors import HandshakeTimeout
+from dpi_engine.wire.errors import HandshakeTimeout, TypedRefusal
 from dpi_engine.wire.inbox import Inbox, InboxItem, LinkEvent
 from dpi_engine.wire.lease import LeaseTimings
 from dpi_engine.wire.lease_keeper import LeaseKeeper, Load, Peers
@@ -77,6 +77,7 @@ class EngineLink:
         self.inbox = Inbox()
         self.init: hs.InitMessage | None = None
         self.failure: Exception | None = None
+        self._serving = False
         self.head_lost = ""
         """Why the group's head is away while the own front end is there; empty while it is not."""
         self._client_limit = client_limit
@@ -211,6 +212,7 @@ class EngineLink:
         """
         for keeper in self._keepers():
             keeper.ready(resolved or {}, fingerprint, timeout)
+        self._serving = True
 
     # -------------------------------------------------------------------------------------- main thread: work
 
@@ -374,6 +376,14 @@ class _Member(_Holder):
 
     def failure_of_io(self) -> Exception | None:
         return None  # the other lease tells
+
+    def over(self, error: Exception) -> None:
+        """A new head refuses this rank. Its own front end is there still, so what runs can be finished."""
+        if not (isinstance(error, TypedRefusal) and self.link._serving):
+            super().over(error)
+            return
+        self.link.head_lost = str(error)
+        self.link.inbox.put(InboxItem(LinkEvent.GROUP_REFUSED, error, -1))
 
     def gone(self) -> str:
         return ""  # a vLLM head says nothing after READY

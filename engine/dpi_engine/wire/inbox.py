@@ -14,8 +14,8 @@ from dpi_engine.wire.sockets import Waker
 class LinkEvent(enum.Enum):
     """News of the link. After HEAD_LOST, FENCED and CLIENT_DROPPED the core aborts (all, or that client's) requests.
 
-    HEAD_LOST, FENCED and REJOINED are about whoever routes to this rank. GROUP_LOST and GROUP_JOINED come where that is
-    its own front end and the head of the group is another launch's.
+    HEAD_LOST, FENCED and REJOINED are about whoever routes to this rank. Those about a GROUP come where
+    that is its own front end and the head of the group is another launch's.
     """
 
     HEAD_LOST = "head_lost"  # the head is silent; the link registers anew by itself. payload: reason
@@ -23,6 +23,7 @@ class LinkEvent(enum.Enum):
     REJOINED = "rejoined"  # registered under a new epoch; payload: InitMessage
     GROUP_LOST = "group_lost"  # the group's head is silent or has given this rank up; payload: reason
     GROUP_JOINED = "group_joined"  # registered with the group's head anew; payload: its InitMessage
+    GROUP_REFUSED = "group_refused"  # by the group's head, while requests are served; payload: the TypedRefusal
     GAVE_UP = "gave_up"  # registering anew failed: exit non-zero. payload: the exception
     CLIENT_DROPPED = "client_dropped"  # a front end is gone or does not read; payload: reason
     CLIENT_BACK = "client_back"  # the same front end, or a new one in its place, can be told what it missed; reason

@@ -118,6 +118,7 @@ class LeaseKeeper:
         self._resolved: tuple[str, dict[str, Any]] | None = None
         self._ready_sent = 0.0
         self._registered = False  # READY acknowledged (vllm: sent)
+        self._over = False  # given up; another lease of this rank may go on
         self._served = False  # `ready` has returned: the main loop runs and learns by events
         self._refusal: TypedRefusal | None = None
         self._draining = False
@@ -268,7 +269,7 @@ class LeaseKeeper:
         while True:
             stopping = self._stop.is_set()
             self._send_outbound()
-            if stopping or self._cannot_go_on():
+            if stopping or self._over or self._cannot_go_on():
                 return None
             now = time.monotonic()
             if now >= next_beat or self._draining > said_draining or self._say_seen:
@@ -334,7 +335,6 @@ class LeaseKeeper:
                     self._state.notify_all()
                 if self._served:  # nobody waits in `ready`: the refusal met a rank that registered anew
                     self._give_up(refusal)
-                    self._stop.set()
             elif reply.group is not None and reply.epoch == self.epoch and self.peers is not None:
                 if reply.group.epoch > self.peers.seen:
                     self.peers.announce(reply.group)
@@ -433,6 +433,7 @@ class LeaseKeeper:
     def _give_up(self, error: Exception) -> None:
         if self._stop.is_set():
             return
+        self._over = True
         log.error("rank %d gives up: %s", self.registrar.rank, error)
         self.fail(error)
         self._holder.over(error)
