@@ -361,6 +361,8 @@ def _held(s: Scene) -> Verdict | None:
     if s.wish.suspended:
         return Verdict(False, Reason.SUSPENDED, "spec.suspend is true.")
     if s.wish.paused and s.decision is not None and not s.decision.complete:
+        if s.findings or s.mismatches:
+            return Verdict(False, Reason.INVALID_SPEC, "Groups keep their revision until the spec can be used.")
         return Verdict(False, Reason.PAUSED, "spec.paused is true: groups keep their revision.")
     return None
 

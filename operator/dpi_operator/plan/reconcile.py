@@ -303,6 +303,8 @@ class _Reconciler:
         self.snapshot, self.now, self.dpi, self.network = snapshot, now, dpi, network
         self.newest, self.collisions, self.revisions = newest, collisions, dict(revisions)
         self.acceptance, self.old, self.trial = acceptance, old, trial
+        # A spec that cannot be used, or about which the API server has yet to answer: what runs stays as it is.
+        self.held = trial.base is not None or bool(acceptance.findings or acceptance.declared.mismatches)
         self.draft = Draft.of(snapshot.state, now)
         self.draft.ask_again(trial.again)
         self.relabels: list[Relabel] = []
@@ -314,7 +316,7 @@ class _Reconciler:
             replicas=spec.replicas,
             update=self.newest.hash,
             rollout=spec.rollout,
-            paused=spec.paused or self.trial.base is not None,
+            paused=spec.paused or self.held,
             suspended=spec.suspend,
         )
         troubled = frozenset(
@@ -393,8 +395,7 @@ class _Reconciler:
         ready = sorted(g.name for g in wanted if g.revision == wish.update and g.ready)
         progress = "" if decision.complete else f"{wish.update}:{wish.replicas}:{len(ready)}:{len(self.groups)}"
         moved = progress != state.progress
-        held = self.trial.base is not None
-        if held:
+        if self.held:
             progress, moved = state.progress, False
         others = any(g.live and g.revision != wish.update for g in self.groups.values())
         stopped = wish.paused or wish.suspended or not wish.replicas
@@ -405,7 +406,7 @@ class _Reconciler:
                 formed=formed,
                 current=decision.current,
                 switched=self.now if decision.switch else state.switched,
-                rolling=state.rolling if held else rolling,
+                rolling=state.rolling if self.held else rolling,
                 tried=state.tried,
                 refusal=state.refusal,
                 tried_at=state.tried_at,
@@ -452,7 +453,7 @@ class _Reconciler:
     def _rollout_events(self, decision: Decision, before: State, after: State) -> list[Action]:
         events: list[Action] = []
         update = self.newest.hash
-        if self.trial.base is not None:
+        if self.held:
             return events
         if gone := self.trial.dropped:
             text = (
