@@ -105,3 +105,10 @@ def test_the_account_is_there_when_the_api_server_is_asked_about_pods_that_need_
     world.change()
     finish(world)
     assert child(world, "ServiceAccount", "demo-engine")
+
+
+def test_the_account_stays_when_the_user_names_it():
+    world = up()
+    world.change(security={"serviceAccountName": "demo-engine"})
+    finish(world)
+    assert child(world, "ServiceAccount", "demo-engine")

@@ -13,12 +13,16 @@ from dpi_operator.plan.pods import layout
 from dpi_operator.plan.state import STATE_KEY, State, write_state
 
 
-def build_service_account(dpi: DataParallelInference, users: Sequence[DataParallelInference] = ()) -> Manifest | None:
+def build_service_account(
+    dpi: DataParallelInference, users: Sequence[DataParallelInference] = (), made: bool = False
+) -> Manifest | None:
     """An account without rights and without a token; none where the user names one.
 
-    `users`: the object at other revisions that have pods, or are to have some.
+    `users`: the object at other revisions that have pods, or are to have some. `made`: it is there, and stays where it
+    is what the user names.
     """
-    if all(d.spec.security.service_account_name for d in (dpi, *users)):
+    names = {d.spec.security.service_account_name for d in (dpi, *users)}
+    if "" not in names and not (made and engine_account(dpi.metadata.name) in names):
         return None
     return {
         "apiVersion": "v1",

@@ -23,7 +23,7 @@ from dpi_operator.plan.groups import Group, assemble, make_group
 from dpi_operator.plan.guards import build_disruption_budget, build_network_policy, build_service_account, build_state
 from dpi_operator.plan.inferencepool import build_inference_pool
 from dpi_operator.plan.judgement import Scene
-from dpi_operator.plan.names import A_APPLIED, state_config_map
+from dpi_operator.plan.names import A_APPLIED, engine_account, state_config_map
 from dpi_operator.plan.needs import missing
 from dpi_operator.plan.network import Cluster
 from dpi_operator.plan.podgroup import build_pod_group
@@ -135,7 +135,11 @@ def _wanted_children(
     served = [r for r in (newest.hash, *sorted(by_revision.keys() - {newest.hash})) if selector in ("", r)]
     reached = [by_revision[r] for r in sorted(served, key=lambda r: r != decision.current)]
     wanted = [
-        build_service_account(dpi, [*others, *([untried] if untried else [])]),
+        build_service_account(
+            dpi,
+            [*others, *([untried] if untried else [])],
+            made=("ServiceAccount", engine_account(dpi.metadata.name)) in snapshot.children,
+        ),
         build_internal_service(dpi),
         build_client_service(dpi, selector, reached),
         build_network_policy(dpi, others),
