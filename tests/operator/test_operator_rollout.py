@@ -459,3 +459,56 @@ def test_ready_groups_are_never_touched_by_a_scale_up(first, more):
     assert before.items() <= world.pods.items()
     assert not world.deleted
     assert world.now == START
+
+
+HALF_WAY = [{"maxUnavailable": 1}, {"maxSurge": 1, "maxUnavailable": 0}, {"strategy": "BlueGreen"}]
+UNUSABLE = {"args": ["--port", "9"]}
+
+
+def half_way(rollout):
+    """A world of two revisions: the second has some groups, and is not through."""
+    world = up(replicas=3, rollout=rollout)
+    image(world, 2)
+    world.settle()
+    if rollout.get("maxUnavailable"):
+        world.all_ready()
+        world.settle()
+    assert len(world.revisions()) == 2
+    return world
+
+
+@pytest.mark.parametrize("rollout", HALF_WAY)
+@pytest.mark.parametrize("edit", [{"paused": True}, {"engine": UNUSABLE}, {"rankOverrides": "differ"}])
+def test_a_hold_or_an_unusable_edit_half_way_through_a_rollout_touches_no_pod(rollout, edit):
+    world = half_way(rollout)
+    pods, gone = set(world.pods), len(world.deleted)
+    if "rankOverrides" in edit:
+        edit = {"rankOverrides": [{"ranks": "1", "args": ["--max-model-len", "64"]}]}
+    world.change(**edit)
+    run_down(world, rounds=6)
+    assert set(world.pods) == pods
+    assert world.deleted[gone:] == []
+    progress = world.condition("Progressing")
+    assert (progress.status, progress.reason) == ("False", "Paused" if "paused" in edit else "InvalidSpec")
+    # A lost pod of either revision comes back as it was.
+    for revision in sorted(world.revisions()):
+        world.remove(min(n for n in pods if revision in n))
+    run_down(world, rounds=4)
+    assert set(world.pods) == pods
+
+
+@pytest.mark.parametrize("rollout", HALF_WAY)
+def test_a_rollout_goes_on_where_an_unusable_edit_stopped_it(rollout):
+    world = half_way(rollout)
+    made = len(world.created)
+    world.change(engine=UNUSABLE)
+    run_down(world, rounds=3)
+    world.change(engine={"args": []})
+    world.now += 100
+    run_down(world)
+    world.now += 100
+    run_down(world)
+    assert world.condition("Progressing").reason == "RolloutComplete"
+    (newest,) = world.revisions()
+    assert all(newest in name for _, name in world.created[made:])
+    assert [e.reason for e in world.events].count(EventReason.ROLLED_BACK) == 0

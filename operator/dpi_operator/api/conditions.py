@@ -93,3 +93,8 @@ def joined(texts: Sequence[str], most: int = 5) -> str:
     """Texts as one, the first `most` in full."""
     shown = "; ".join(texts[:most])
     return f"{shown}; and {len(texts) - most} more" if len(texts) > most else shown
+
+
+def sentence(text: str) -> str:
+    """Somebody else's words with a full stop, so that more can follow."""
+    return text if text.endswith((".", "!", "?")) else f"{text}."

@@ -48,9 +48,9 @@ async def load_configuration() -> tuple[Configuration, str]:
         return configuration, POD_NAMESPACE.read_text().strip() if POD_NAMESPACE.exists() else ""
     except kube_config.ConfigException:
         try:
-            loader = await kube_config.load_kube_config(
-                config_file=os.environ.get("KUBECONFIG") or None, client_configuration=configuration
-            )
+            # Set to nothing it is as good as unset; the library takes it for a file of no name.
+            file = os.environ.get("KUBECONFIG") or os.path.expanduser("~/.kube/config")
+            loader = await kube_config.load_kube_config(config_file=file, client_configuration=configuration)
             return configuration, loader.current_context["context"].get("namespace") or ""
         # The library checks little of what such a file holds, and nothing of its types.
         except (
@@ -128,11 +128,16 @@ class Api:
             raise _from_exception(e) from None
         except (aiohttp.ClientError, TimeoutError, OSError) as e:
             telemetry.API_REQUESTS.labels(verb, resource, "none").inc()
-            raise ApiError(0, f"{method} {path}: {type(e).__name__}: {e}") from e
+            raise ApiError(0, f"{method} {path}: {': '.join(filter(None, (type(e).__name__, str(e))))}") from e
         telemetry.API_REQUESTS.labels(verb, resource, str(response.status)).inc()
         if not 200 <= response.status < 300:
             raise _from_body(response.status, data)
-        document: dict[str, Any] = json.loads(data) if data else {}
+        try:
+            document = json.loads(data) if data else {}
+        except ValueError:
+            document = None
+        if not isinstance(document, dict):
+            raise ApiError(0, f"{method} {path}: the answer is no object: is that an API server?")
         return document
 
     async def has_group(self, group: str) -> bool:

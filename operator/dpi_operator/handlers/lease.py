@@ -66,9 +66,10 @@ class Lease:
                 async with asyncio.timeout(DURATION_S / 2):
                     holder = await self._try()
             except (ApiError, TimeoutError) as e:
+                why = str(e) or f"no answer within {DURATION_S / 2:g} s"
                 if time.monotonic() - renewed > DURATION_S - RENEW_S:
-                    raise LeaseLost(f"not renewed for {DURATION_S - RENEW_S:.0f} s: {e}") from e
-                log.warning("lease %s/%s not renewed: %s", self._namespace, self._name, e)
+                    raise LeaseLost(f"not renewed for {time.monotonic() - renewed:.0f} s: {why}") from e
+                log.warning("lease %s/%s not renewed: %s", self._namespace, self._name, why)
                 continue
             if holder:
                 raise LeaseLost(f"taken by {holder}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from dpi_operator.api.types import DataParallelInference, Mode, Runtime
@@ -12,9 +13,16 @@ from dpi_operator.plan.pods import layout
 from dpi_operator.plan.state import STATE_KEY, State, write_state
 
 
-def build_service_account(dpi: DataParallelInference) -> Manifest | None:
-    """An account without rights and without a token; none where the user names one."""
-    if dpi.spec.security.service_account_name:
+def build_service_account(
+    dpi: DataParallelInference, users: Sequence[DataParallelInference] = (), made: bool = False
+) -> Manifest | None:
+    """An account without rights and without a token; none where the user names one.
+
+    `users`: the object at other revisions that have pods, or are to have some. `made`: it is there, and stays where it
+    is what the user names.
+    """
+    names = {d.spec.security.service_account_name for d in (dpi, *users)}
+    if "" not in names and not (made and engine_account(dpi.metadata.name) in names):
         return None
     return {
         "apiVersion": "v1",
@@ -24,16 +32,26 @@ def build_service_account(dpi: DataParallelInference) -> Manifest | None:
     }
 
 
-def build_network_policy(dpi: DataParallelInference) -> Manifest | None:
-    """Pods of the object reach each other on every TCP port; everybody reaches HTTP and management, nothing else."""
+def _public_ports(dpi: DataParallelInference) -> list[int]:
+    ports = dpi.spec.engine.ports
+    public = list(http_ports(dpi, 0, ports))
+    if dpi.spec.load_balancing.mode is Mode.MULTI_PORT:
+        public.append(ports.supervisor)
+    if dpi.spec.engine.runtime is Runtime.DPI:
+        public.append(ports.management)
+    return public
+
+
+def build_network_policy(dpi: DataParallelInference, others: Sequence[DataParallelInference] = ()) -> Manifest | None:
+    """Pods of the object reach each other on every TCP port; everybody reaches HTTP and management, nothing else.
+
+    `others`: the object at other revisions that have pods.
+    """
     if not dpi.spec.security.network_policy.enabled:
         return None
-    ports, own = dpi.spec.engine.ports, {"matchLabels": {L_NAME: dpi.metadata.name}}
-    public: list[dict[str, Any]] = [{"port": port, "protocol": "TCP"} for port in http_ports(dpi, 0, ports)]
-    if dpi.spec.load_balancing.mode is Mode.MULTI_PORT:
-        public.append({"port": ports.supervisor, "protocol": "TCP"})
-    if dpi.spec.engine.runtime is Runtime.DPI:
-        public.append({"port": ports.management, "protocol": "TCP"})
+    own = {"matchLabels": {L_NAME: dpi.metadata.name}}
+    numbers = dict.fromkeys(port for d in (dpi, *others) for port in _public_ports(d))
+    public: list[dict[str, Any]] = [{"port": port, "protocol": "TCP"} for port in numbers]
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",

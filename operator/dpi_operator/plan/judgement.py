@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from dpi_operator.api.conditions import Rule, Verdict, counted, first, joined, ready_of
+from dpi_operator.api.conditions import Rule, Verdict, counted, first, joined, ready_of, sentence
 from dpi_operator.api.reasons import Reason
 from dpi_operator.api.types import Architecture, DataParallelInference, Runtime
 from dpi_operator.api.validate import Finding
@@ -113,14 +113,16 @@ def _lacking(s: Scene) -> Verdict | None:
 def _pods_refused(s: Scene) -> Verdict | None:
     """What the API server does not take as a pod cannot work, whatever the spec's own rules say."""
     if s.refusal:
-        text = f"The API server refuses pods of revision {s.untried}: {s.refusal}"
+        text = f"The API server refuses pods of revision {s.untried}: {sentence(s.refusal)}"
         return Verdict(False, Reason.OBJECT_REFUSED, f"{text} Mend the spec; what runs goes on as it is.")
     wrong = {n: w for n, w in s.refusals.items() if not is_quota(w) and not is_terminating(w)}
     if not wrong:
         return None
     name, why = min(wrong.items())
     more = f" (and {counted(len(wrong) - 1, 'other')})" if len(wrong) > 1 else ""
-    return Verdict(False, Reason.OBJECT_REFUSED, f"The API server refuses pod {name}{more}: {why} It is tried again.")
+    return Verdict(
+        False, Reason.OBJECT_REFUSED, f"The API server refuses pod {name}{more}: {sentence(why)} It is tried again."
+    )
 
 
 # -- ConfigConsistent ----------------------------------------------------------------------------------------------
@@ -235,7 +237,7 @@ def _no_node(s: Scene) -> Verdict | None:
     names = joined([p.name for p in pods], 4)
     if NO_CLAIM.search(why):
         then = "Create the claim that spec.storage or spec.template names, or see why no volume is bound to it"
-        return Verdict(False, Reason.VOLUME_CLAIM_MISSING, f"{names}: {why} {then}.")
+        return Verdict(False, Reason.VOLUME_CLAIM_MISSING, f"{names}: {sentence(why)} {then}.")
     if "affinity" in why and "Insufficient" not in why:
         return Verdict(False, Reason.TOPOLOGY_UNSATISFIED, f"{names}: {why}")
     if why:
@@ -359,6 +361,8 @@ def _held(s: Scene) -> Verdict | None:
     if s.wish.suspended:
         return Verdict(False, Reason.SUSPENDED, "spec.suspend is true.")
     if s.wish.paused and s.decision is not None and not s.decision.complete:
+        if s.findings or s.mismatches:
+            return Verdict(False, Reason.INVALID_SPEC, "Groups keep their revision until the spec can be used.")
         return Verdict(False, Reason.PAUSED, "spec.paused is true: groups keep their revision.")
     return None
 
@@ -498,7 +502,7 @@ def _rejected(s: Scene) -> Verdict | None:
     if not s.rejected:
         return None
     told = [f"{kind.partition('.')[0]} {name}: {why}" for (kind, name), why in sorted(s.rejected.items())]
-    return Verdict(True, Reason.OBJECT_REFUSED, f"The API server refuses {joined(told)}. It is tried again.")
+    return Verdict(True, Reason.OBJECT_REFUSED, f"The API server refuses {sentence(joined(told))} It is tried again.")
 
 
 def _unmet(s: Scene) -> Verdict | None:

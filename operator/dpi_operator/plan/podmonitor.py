@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from dpi_operator.api.types import DataParallelInference, Runtime
@@ -26,15 +27,23 @@ def relabelings() -> list[dict[str, Any]]:
     ]
 
 
-def build_pod_monitor(dpi: DataParallelInference) -> Manifest | None:
-    """Scrapes /metrics of every pod that has one: of ours the management port, of the other runtime HTTP."""
+def _scraped_ports(dpi: DataParallelInference) -> list[str]:
+    if dpi.spec.engine.runtime is Runtime.DPI:
+        return ["management"]
+    return [port_name(n) for n in range(endpoints_per_pod(dpi))]
+
+
+def build_pod_monitor(dpi: DataParallelInference, others: Sequence[DataParallelInference] = ()) -> Manifest | None:
+    """Scrapes /metrics of every pod that has one: of ours the management port, of the other runtime HTTP.
+
+    `others`: the object at other revisions that have pods.
+    """
     wanted = dpi.spec.metrics.pod_monitor
     if not wanted.enabled:
         return None
     metadata = child_metadata(dpi, dpi.metadata.name, "pod-monitor")
     metadata["labels"] = {**wanted.labels, **metadata["labels"]}
-    own = dpi.spec.engine.runtime is Runtime.DPI
-    ports = ["management"] if own else [port_name(n) for n in range(endpoints_per_pod(dpi))]
+    ports = dict.fromkeys(port for d in (dpi, *others) for port in _scraped_ports(d))
     interval = f"{wanted.interval_seconds}s"
     return {
         "apiVersion": "monitoring.coreos.com/v1",

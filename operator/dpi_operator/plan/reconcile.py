@@ -23,7 +23,7 @@ from dpi_operator.plan.groups import Group, assemble, make_group
 from dpi_operator.plan.guards import build_disruption_budget, build_network_policy, build_service_account, build_state
 from dpi_operator.plan.inferencepool import build_inference_pool
 from dpi_operator.plan.judgement import Scene
-from dpi_operator.plan.names import A_APPLIED, state_config_map
+from dpi_operator.plan.names import A_APPLIED, engine_account, state_config_map
 from dpi_operator.plan.needs import missing
 from dpi_operator.plan.network import Cluster
 from dpi_operator.plan.podgroup import build_pod_group
@@ -118,26 +118,49 @@ def _spec_events(old: Status, new: Status) -> list[Action]:
 
 
 def _wanted_children(
-    dpi: DataParallelInference,
+    newest: Revision,
+    untried: DataParallelInference | None,
     snapshot: Snapshot,
-    selector: str,
+    decision: Decision,
     revisions: list[Revision],
     groups: Sequence[Group],
 ) -> list[Manifest]:
-    """Objects around the pods, but for the state."""
+    """Objects around the pods, but for the state: right for the groups of every revision that has some.
+
+    `untried`: the object as the API server is asked whether it takes its pods.
+    """
+    dpi, selector = newest.dpi, decision.selector
+    by_revision = {newest.hash: dpi} | {g.revision: g.dpi for g in groups if g.plans}
+    others = [d for r, d in sorted(by_revision.items()) if r != newest.hash]
+    served = [r for r in (newest.hash, *sorted(by_revision.keys() - {newest.hash})) if selector in ("", r)]
+    reached = [by_revision[r] for r in sorted(served, key=lambda r: r != decision.current)]
     wanted = [
-        build_service_account(dpi),
+        build_service_account(
+            dpi,
+            [*others, *([untried] if untried else [])],
+            made=("ServiceAccount", engine_account(dpi.metadata.name)) in snapshot.children,
+        ),
         build_internal_service(dpi),
-        build_client_service(dpi, selector),
-        build_network_policy(dpi),
+        build_client_service(dpi, selector, reached),
+        build_network_policy(dpi, others),
         build_disruption_budget(dpi, 0 if dpi.spec.suspend else dpi.spec.replicas),
-        build_inference_pool(dpi, selector),
-        build_pod_monitor(dpi),
-        *(s for index in sorted({g.index for g in groups}) for s in build_rank_services(dpi, index, selector)),
+        build_inference_pool(dpi, selector, reached),
+        build_pod_monitor(dpi, others),
+        *(
+            s
+            for index in sorted({g.index for g in groups})
+            for s in build_rank_services(_reached_at(index, newest, selector, groups), index, selector)
+        ),
         *(build_pod_group(g.dpi, g.name, len(g.plans)) for g in groups if g.plans),
     ]
     manifests = [m for m in wanted if m is not None] + [controller_revision(dpi, r) for r in revisions]
     return [m for m in manifests if kind_and_name(m)[0] not in snapshot.absent]
+
+
+def _reached_at(index: int, newest: Revision, selector: str, groups: Sequence[Group]) -> DataParallelInference:
+    """The object as the group of this index that serves has it; as it is now where none does."""
+    here = [g for g in groups if g.index == index and g.plans and selector in ("", g.revision)]
+    return min(here, key=lambda g: (not g.serving, g.revision != newest.hash)).dpi if here else newest.dpi
 
 
 def _children(dpi: DataParallelInference, snapshot: Snapshot, manifests: Sequence[Manifest]) -> list[Action]:
@@ -193,7 +216,7 @@ class Trial:
     """Whether the API server takes pods of the newest revision, asked before anything of another one is deleted.
 
     `state` has what is known by now. `base`: the revision that is looked after instead, as long as the answer is not
-    yes; `revision` and `refusal` are then those of the newest one.
+    yes; `revision`, `refusal` and `untried` are then those of the newest one.
     """
 
     state: State
@@ -203,6 +226,7 @@ class Trial:
     ask: Try | None = None
     again: float | None = None
     dropped: str = ""  # refused revision that the spec no longer asks for
+    untried: DataParallelInference | None = None
 
 
 def _trial(
@@ -232,9 +256,9 @@ def _trial(
     refusal = state.refusal if state.tried == name else ""
     due = (state.tried_at or 0.0) + TRY_AGAIN_S
     if refusal and now < due:
-        return Trial(state, base, name, refusal, again=due)
+        return Trial(state, base, name, refusal, again=due, untried=dpi)
     ask = Try(name, tuple(_samples(dpi, network, name)))
-    return Trial(state, base, name, refusal, ask, now + UNANSWERED_S)
+    return Trial(state, base, name, refusal, ask, now + UNANSWERED_S, untried=dpi)
 
 
 def _samples(dpi: DataParallelInference, network: Cluster, revision: str) -> list[Manifest]:
@@ -283,6 +307,8 @@ class _Reconciler:
         self.snapshot, self.now, self.dpi, self.network = snapshot, now, dpi, network
         self.newest, self.collisions, self.revisions = newest, collisions, dict(revisions)
         self.acceptance, self.old, self.trial = acceptance, old, trial
+        # A spec that cannot be used, or about which the API server has yet to answer: what runs stays as it is.
+        self.held = trial.base is not None or bool(acceptance.findings or acceptance.declared.mismatches)
         self.draft = Draft.of(snapshot.state, now)
         self.draft.ask_again(trial.again)
         self.relabels: list[Relabel] = []
@@ -294,7 +320,7 @@ class _Reconciler:
             replicas=spec.replicas,
             update=self.newest.hash,
             rollout=spec.rollout,
-            paused=spec.paused or self.trial.base is not None,
+            paused=spec.paused or self.held,
             suspended=spec.suspend,
         )
         troubled = frozenset(
@@ -373,8 +399,7 @@ class _Reconciler:
         ready = sorted(g.name for g in wanted if g.revision == wish.update and g.ready)
         progress = "" if decision.complete else f"{wish.update}:{wish.replicas}:{len(ready)}:{len(self.groups)}"
         moved = progress != state.progress
-        held = self.trial.base is not None
-        if held:
+        if self.held:
             progress, moved = state.progress, False
         others = any(g.live and g.revision != wish.update for g in self.groups.values())
         stopped = wish.paused or wish.suspended or not wish.replicas
@@ -385,7 +410,7 @@ class _Reconciler:
                 formed=formed,
                 current=decision.current,
                 switched=self.now if decision.switch else state.switched,
-                rolling=state.rolling if held else rolling,
+                rolling=state.rolling if self.held else rolling,
                 tried=state.tried,
                 refusal=state.refusal,
                 tried_at=state.tried_at,
@@ -398,7 +423,7 @@ class _Reconciler:
     def _wanted_children(self, decision: Decision, groups: list[Group]) -> list[Manifest]:
         used = {r for r, _ in decision.wanted} | {k[0] for k in self.groups} | {self.newest.hash, decision.current}
         kept = _history(self.revisions, used, self.dpi.spec.revision_history_limit)
-        return _wanted_children(self.dpi, self.snapshot, decision.selector, kept, groups)
+        return _wanted_children(self.newest, self.trial.untried, self.snapshot, decision, kept, groups)
 
     def _taken(self, children: list[Manifest], wanted: list[Group]) -> frozenset[tuple[str, str]]:
         """Names that others hold and that are needed now."""
@@ -432,7 +457,7 @@ class _Reconciler:
     def _rollout_events(self, decision: Decision, before: State, after: State) -> list[Action]:
         events: list[Action] = []
         update = self.newest.hash
-        if self.trial.base is not None:
+        if self.held:
             return events
         if gone := self.trial.dropped:
             text = (

@@ -34,7 +34,10 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What the spec asks for. `suspended` groups are gone though `replicas` stays."""
+    """What the spec asks for. `suspended` groups are gone though `replicas` stays.
+
+    `paused`: no group that is there goes for another revision, and none is made beside one.
+    """
 
     replicas: int
     update: str
@@ -137,6 +140,9 @@ def _by_slots(
 
     candidates: list[tuple[int, Key]] = []
     for i, here in slots.items():
+        if wish.paused and here:
+            decision.wanted += here
+            continue
         target = (targets[i], i)
         old = [k for k in here if k != target]
         if target in here or not old:
@@ -228,8 +234,11 @@ def _blue_green(
     if current != update and (len(ready) == len(green) or (ready and not blue_serves)):
         decision.switch, decision.current, decision.selector = True, update, update
         switched = now
+    if wish.paused:  # both colours stay as they are
+        for revision in sorted({k[0] for k in live} - {update}):
+            decision.wanted += [k for k in keep(revision) if k in live]
     for key, group in live.items():
-        if key[0] in (update, decision.current):
+        if key[0] in (update, decision.current) or wish.paused:
             continue
         leaves_at = (switched or 0.0) + wish.rollout.scale_down_delay_seconds
         if decision.current != update:

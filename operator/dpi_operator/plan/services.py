@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from dpi_operator.api.types import DataParallelInference, Runtime
 from dpi_operator.plan.actions import Manifest
 from dpi_operator.plan.modes import endpoints_per_pod, every_pod_serves, http_ports, port_name
@@ -29,8 +31,16 @@ def endpoint_selector(dpi: DataParallelInference, revision: str = "") -> dict[st
     return selector
 
 
-def build_client_service(dpi: DataParallelInference, revision: str = "") -> Manifest:
-    """Ready pods with an endpoint, with `revision` only that revision's. Never publishes pods that are not ready."""
+def build_client_service(
+    dpi: DataParallelInference, revision: str = "", served: Sequence[DataParallelInference] = ()
+) -> Manifest:
+    """Ready pods with an endpoint, with `revision` only that revision's. Never publishes pods that are not ready.
+
+    `served`: the object at the revisions whose pods are to be reached; empty: as it is now. Headless pods among those
+    that it then selects have no port of these names and get nothing.
+    """
+    served = served or [dpi]
+    wide = max(served, key=every_pod_serves)
     wanted = dpi.spec.load_balancing.service
     metadata = child_metadata(dpi, client_service(dpi.metadata.name), "client-service")
     if wanted.annotations:
@@ -43,7 +53,7 @@ def build_client_service(dpi: DataParallelInference, revision: str = "") -> Mani
             "protocol": "TCP",
             "appProtocol": "http",
         }
-        for number in range(endpoints_per_pod(dpi))
+        for number in range(max(map(endpoints_per_pod, served)))
     ]
     return {
         "apiVersion": "v1",
@@ -51,7 +61,7 @@ def build_client_service(dpi: DataParallelInference, revision: str = "") -> Mani
         "metadata": metadata,
         "spec": {
             "type": wanted.type.value,
-            "selector": endpoint_selector(dpi, revision),
+            "selector": endpoint_selector(wide, revision),
             "ports": ports,
             "publishNotReadyAddresses": False,
             "ipFamilyPolicy": "PreferDualStack",
