@@ -18,7 +18,7 @@ from rich.live import Live
 
 from dpi_engine.config.machine import usable_cpus
 from dpi_engine.config.network import port_is_free
-from dpi_engine.launch.exit_codes import EXIT_USAGE
+from dpi_engine.launch.exit_codes import EXIT_CRASHED, EXIT_USAGE
 from dpi_engine.tools.console import make_console
 from dpi_operator.api.reasons import Reason
 from dpi_operator.api.types import DataParallelInference, Runtime
@@ -50,6 +50,14 @@ class UpOptions:
 class UpFailed(RuntimeError):
     """The group did not come up; the message says why."""
 
+    code = EXIT_CRASHED  # of `dpi up`
+
+
+class NoFolder(UpFailed):
+    """The one that was given cannot hold logs."""
+
+    code = EXIT_USAGE
+
 
 def unusable_ports(plans: list[PodPlan]) -> list[str]:
     """Declared ports that are none, that two pods want, or that are held, each with the field that sets it."""
@@ -78,13 +86,13 @@ def unusable_ports(plans: list[PodPlan]) -> list[str]:
 def claim_folder(folder: Path) -> int:
     """A descriptor of `folder`, made if need be, that keeps another `dpi up` out until it is closed or we end.
 
-    Raises UpFailed when another one has it, or it cannot be had.
+    Raises UpFailed when another one has it, NoFolder when it cannot be had.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         claimed = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as e:
-        raise UpFailed(f"--state-dir {folder}: cannot be used: {e.strerror or e}") from None
+        raise NoFolder(f"--state-dir {folder}: cannot be used: {e.strerror or e}") from None
     try:
         fcntl.flock(claimed, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -173,7 +181,7 @@ class LocalRunner:
             claimed = claim_folder(self.options.state_dir)
         except UpFailed as e:
             self.say(f"error: {e}")
-            return EXIT_USAGE
+            return e.code
         try:
             return await self._run()
         finally:
