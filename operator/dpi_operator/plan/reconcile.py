@@ -30,7 +30,7 @@ from dpi_operator.plan.podgroup import build_pod_group
 from dpi_operator.plan.podmonitor import build_pod_monitor
 from dpi_operator.plan.pods import plan_group
 from dpi_operator.plan.podspec import build_pod, own_labels
-from dpi_operator.plan.recovery import Draft, keep, leave, let_go
+from dpi_operator.plan.recovery import Draft, domains_of, exhausted, keep, leave, let_go
 from dpi_operator.plan.report import build_status, settle
 from dpi_operator.plan.revisions import Revision, controller_revision, newest_revision, stored_revisions
 from dpi_operator.plan.rollout import Decision, Key, Wish, decide
@@ -326,7 +326,13 @@ class _Reconciler:
         troubled = frozenset(
             k for k, g in self.groups.items() if (d := state.domains.get(g.name)) is not None and d.attempts
         )
-        decision = decide(wish, self.groups, state.current, state.switched, troubled, self.now)
+        served = {g.revision for g in self.groups.values() if g.name in state.formed}
+        proven = frozenset(
+            k
+            for k, g in self.groups.items()
+            if k[0] in served and not any(exhausted(g.dpi, d) for d in domains_of(g, state.domains))
+        )
+        decision = decide(wish, self.groups, state.current, state.switched, troubled, self.now, proven)
         wanted = [self._group(key) for key in sorted(decision.wanted, key=lambda k: (k[1], k[0]))]
         leaving = [g for k, g in self.groups.items() if k not in decision.wanted]
         children = self._wanted_children(decision, [*wanted, *leaving])
