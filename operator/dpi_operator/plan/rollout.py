@@ -72,13 +72,14 @@ def decide(
     troubled: frozenset[Key],
     now: float,
     proven: frozenset[Key] = frozenset(),
+    gone: Mapping[Key, Group] | None = None,
 ) -> Decision:
     """`troubled` groups were recreated lately: scaling down takes them before healthy ones.
 
     `proven` groups are of a revision that has served and may come back: what is broken and never worked goes at once,
-    they go only within the limits, also while they do not serve.
+    they go only within the limits, also while they do not serve. `gone`: those of them that have lost every pod.
     """
-    live = {k: g for k, g in groups.items() if g.live}
+    live = {k: g for k, g in groups.items() if g.live} | dict(gone or {})
     if not any(k[0] == current for k in live) or not current:
         serving = [k[0] for k, g in live.items() if g.serving]
         current = wish.update if wish.update in {k[0] for k in live} or not serving else serving[0]
