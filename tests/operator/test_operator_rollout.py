@@ -512,3 +512,55 @@ def test_a_rollout_goes_on_where_an_unusable_edit_stopped_it(rollout):
     (newest,) = world.revisions()
     assert all(newest in name for _, name in world.created[made:])
     assert [e.reason for e in world.events].count(EventReason.ROLLED_BACK) == 0
+
+
+@pytest.mark.parametrize(("replicas", "rollout"), [(1, {"maxSurge": 1, "maxUnavailable": 0}), (3, {})])
+def test_what_served_comes_back_when_it_is_lost_beside_a_revision_that_never_does(replicas, rollout):
+    world = up(replicas=replicas, rollout=rollout)
+    (good,) = world.revisions()
+    image(world, "broken")
+    world.settle()
+    kept = {n for n in world.pods if good in n}
+    assert kept and len(world.revisions()) == 2
+    world.remove(max(n for n in kept if n.endswith("-0")))  # a head
+    for _ in range(4):
+        world.settle()
+        for name in world.pods:
+            if good in name and not world.pods[name].ready:
+                world.make_ready(name)
+        world.now += 60
+    world.settle()
+    assert {n for n in world.pods if good in n} == kept
+    assert world.status.available_replicas == max(1, replicas - 1)
+    image(world, "mended")
+    run_down(world)
+    assert world.condition("Progressing").reason == "RolloutComplete"
+
+
+@pytest.mark.parametrize("coupling", ["Auto", "Coupled"])
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("rollout", [{"maxSurge": 1, "maxUnavailable": 0}, {"strategy": "BlueGreen"}])
+def test_a_whole_group_that_served_comes_back_beside_a_revision_that_never_does(rollout, size, coupling):
+    world = up(rollout=rollout, parallelism={"dataParallelSize": size, "coupling": coupling})
+    (good,) = world.revisions()
+    image(world, "broken")
+    world.settle()
+    kept = {n for n in world.pods if good in n}
+    assert len(kept) == size and len(world.revisions()) == 2
+    for name in kept:
+        world.fail(name)
+    for _ in range(8):
+        world.settle()
+        for name in world.pods:
+            if good in name and not world.pods[name].failed and not world.pods[name].ready:
+                world.make_ready(name)
+        world.now += 60
+    world.settle()
+    assert {n for n in world.pods if good in n} == kept
+    assert world.status.available_replicas == 1
+    image(world, "mended")
+    run_down(world)
+    world.now += 100
+    run_down(world)
+    assert world.condition("Progressing").reason == "RolloutComplete"
+    assert len(world.revisions()) == 1

@@ -12,9 +12,10 @@ from dpi_operator.api.types import Architecture, DataParallelInference, Runtime
 from dpi_operator.api.validate import Finding
 from dpi_operator.plan.consistency import RESOLVED, Mismatch, compare_reported, reported_architecture
 from dpi_operator.plan.facts import PodFacts
-from dpi_operator.plan.groups import Group, ranks_alone
+from dpi_operator.plan.groups import Group
 from dpi_operator.plan.modes import every_pod_serves, independent_servers
 from dpi_operator.plan.recovery import (
+    domains_of,
     exhausted,
     gang_deadline,
     gang_waits,
@@ -79,12 +80,6 @@ class Scene:
     @property
     def unready_pods(self) -> list[PodFacts]:
         return [p for g in self.waiting for p in g.pods.values() if p.deleting is None and not p.failed]
-
-
-def domain_of(scene: Scene, group: Group) -> list[Domain]:
-    """Failure domains of a group that have something in them."""
-    keys = [p.name for p in group.plans] if ranks_alone(group.dpi) else [group.name]
-    return [scene.domains[k] for k in (group.name, *keys) if k in scene.domains]
 
 
 # -- Accepted ------------------------------------------------------------------------------------------------------
@@ -413,7 +408,7 @@ def _rolling(s: Scene) -> Verdict:
 
 def _spent(s: Scene) -> Verdict | None:
     for group in s.groups:
-        for domain in domain_of(s, group):
+        for domain in domains_of(group, s.domains):
             if exhausted(group.dpi, domain):
                 last = f" {in_a_sentence(domain.evidence[0])}" if domain.evidence else ""
                 text = f"Group {group.index}: {used_up(group.dpi.spec.failure_policy.max_restarts)}.{last}"
@@ -436,7 +431,7 @@ def _stuck(s: Scene) -> Verdict | None:
 def _failing(s: Scene) -> Verdict | None:
     """A failure that is being mended, until the group is whole again."""
     for group in s.waiting:
-        for domain in domain_of(s, group):
+        for domain in domains_of(group, s.domains):
             if not domain.evidence or not domain.attempts:
                 continue
             last, most = domain.evidence[0], group.dpi.spec.failure_policy.max_restarts

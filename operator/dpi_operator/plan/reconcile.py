@@ -30,7 +30,7 @@ from dpi_operator.plan.podgroup import build_pod_group
 from dpi_operator.plan.podmonitor import build_pod_monitor
 from dpi_operator.plan.pods import plan_group
 from dpi_operator.plan.podspec import build_pod, own_labels
-from dpi_operator.plan.recovery import Draft, keep, leave, let_go
+from dpi_operator.plan.recovery import Draft, domains_of, exhausted, keep, leave, let_go
 from dpi_operator.plan.report import build_status, settle
 from dpi_operator.plan.revisions import Revision, controller_revision, newest_revision, stored_revisions
 from dpi_operator.plan.rollout import Decision, Key, Wish, decide
@@ -326,7 +326,16 @@ class _Reconciler:
         troubled = frozenset(
             k for k, g in self.groups.items() if (d := state.domains.get(g.name)) is not None and d.attempts
         )
-        decision = decide(wish, self.groups, state.current, state.switched, troubled, self.now)
+        served = self._served(state)
+        known = self.groups | {k: self._group(k) for k in state.old if k[0] in self.revisions}
+        proven = {
+            k: g
+            for k, g in known.items()
+            if k[0] in served and not any(exhausted(g.dpi, d) for d in domains_of(g, state.domains))
+        }
+        by_hand = wish.rollout.strategy is Strategy.ON_DELETE  # there a group changes by losing its pods
+        gone = {} if by_hand else {k: g for k, g in proven.items() if k in state.old and not g.live}
+        decision = decide(wish, self.groups, state.current, state.switched, troubled, self.now, frozenset(proven), gone)
         wanted = [self._group(key) for key in sorted(decision.wanted, key=lambda k: (k[1], k[0]))]
         leaving = [g for k, g in self.groups.items() if k not in decision.wanted]
         children = self._wanted_children(decision, [*wanted, *leaving])
@@ -390,6 +399,11 @@ class _Reconciler:
             key[0], key[1], {}, self.revisions, self.dpi, self.network, self.snapshot.reports
         )
 
+    def _served(self, state: State, formed: Mapping[str, float] | None = None) -> set[str]:
+        """Revisions of which a group has served."""
+        names = {*state.formed, *(formed or ())}
+        return {g.revision for g in self.groups.values() if g.name in names} | set(state.proven)
+
     def _next_state(self, state: State, decision: Decision, wish: Wish, wanted: list[Group]) -> State:
         """State after this plan: what belongs to groups that are gone is forgotten."""
         groups = {g.name: g for g in (*wanted, *self.groups.values())}
@@ -414,6 +428,8 @@ class _Reconciler:
                 tried=state.tried,
                 refusal=state.refusal,
                 tried_at=state.tried_at,
+                proven=tuple(sorted(self._served(state, formed) & {r for r, _ in (*decision.wanted, *self.groups)})),
+                old=tuple(sorted(k for k in decision.wanted if k[0] != wish.update and k[0] in self._served(state))),
                 dismissed=tuple(sorted(self.draft.dismissed & {p.uid for p in self.snapshot.pods})),
                 progress=progress,
                 progress_at=(self.now if progress else None) if moved else state.progress_at,

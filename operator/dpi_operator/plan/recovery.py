@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -60,6 +61,12 @@ class Draft:
 def exhausted(dpi: DataParallelInference, domain: Domain) -> bool:
     most = dpi.spec.failure_policy.max_restarts
     return most is not None and domain.attempts > most
+
+
+def domains_of(group: Group, domains: Mapping[str, Domain]) -> list[Domain]:
+    """Failure domains of a group that have something in them."""
+    keys = [p.name for p in group.plans] if ranks_alone(group.dpi) else [group.name]
+    return [domains[k] for k in (group.name, *keys) if k in domains]
 
 
 def used_up(most: int | None) -> str:

@@ -7,11 +7,11 @@ import msgspec
 from dpi_operator.api.conditions import merged
 from dpi_operator.api.status import MAX_GROUPS, MAX_RANKS, GroupStatus, Phase, RankStatus, Status, Termination
 from dpi_operator.plan.groups import Group
-from dpi_operator.plan.judgement import Scene, available_groups, domain_of, judge, missing_ranks
+from dpi_operator.plan.judgement import Scene, available_groups, judge, missing_ranks
 from dpi_operator.plan.names import L_NAME, L_ROLE
 from dpi_operator.plan.pods import Role, layout
 from dpi_operator.plan.podspec import gpus_per_pod
-from dpi_operator.plan.recovery import exhausted
+from dpi_operator.plan.recovery import domains_of, exhausted
 from dpi_operator.plan.services import endpoint
 from dpi_operator.plan.state import Evidence
 from dpi_operator.plan.times import to_seconds, to_text
@@ -26,7 +26,7 @@ def phase_of(scene: Scene, group: Group, leaving: bool) -> tuple[Phase, str]:
     """Phase, and one word for why."""
     if leaving:
         return Phase.DRAINING, ""
-    domains = domain_of(scene, group)
+    domains = domains_of(group, scene.domains)
     if any(exhausted(group.dpi, d) for d in domains):
         return Phase.FAILED, "RestartBudgetExhausted"
     if group.ready:
@@ -56,7 +56,7 @@ def _termination(e: Evidence) -> Termination:
 
 def _ranks(scene: Scene, group: Group, room: int) -> list[RankStatus]:
     reports, out = group.sampled(), []
-    evidence = [e for d in domain_of(scene, group) for e in d.evidence]
+    evidence = [e for d in domains_of(group, scene.domains) for e in d.evidence]
     ready = set(range(group.size)) - set(group.missing())
     for rank in range(min(group.size, room)):
         pod = next((p for p in group.pods.values() if rank in p.ranks), None)
@@ -86,7 +86,7 @@ def _ranks(scene: Scene, group: Group, room: int) -> list[RankStatus]:
 
 def _group(scene: Scene, group: Group, leaving: bool, digest: str, room: int) -> GroupStatus:
     phase, reason = phase_of(scene, group, leaving)
-    domains = domain_of(scene, group)
+    domains = domains_of(group, scene.domains)
     times = [t for d in domains for t in (d.due, d.held)]
     restarts, due = sum(d.attempts for d in domains), [t for t in times if t and t > scene.now]
     last = max((d.last for d in domains if d.last), default=None)
@@ -139,7 +139,7 @@ def build_status(scene: Scene, old: Status, generation: int, current: str, colli
         status.groups.append(listed)
         status.truncated = status.truncated or (not leaving and len(listed.ranks) < group.size)
     status.truncated = status.truncated or len(rows) > MAX_GROUPS
-    status.restarts = sum(d.attempts for g in groups for d in domain_of(scene, g))
+    status.restarts = sum(d.attempts for g in groups for d in domains_of(g, scene.domains))
     known = [r.waiting for g in groups for r in g.rank_reports().values() if r.waiting is not None]
     status.waiting = sum(known) if known else None
     status.conditions = merged(old, judge(scene), generation, to_text(scene.now))

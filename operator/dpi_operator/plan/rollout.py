@@ -71,9 +71,15 @@ def decide(
     switched: float | None,
     troubled: frozenset[Key],
     now: float,
+    proven: frozenset[Key] = frozenset(),
+    gone: Mapping[Key, Group] | None = None,
 ) -> Decision:
-    """`troubled` groups were recreated lately: scaling down takes them before healthy ones."""
-    live = {k: g for k, g in groups.items() if g.live}
+    """`troubled` groups were recreated lately: scaling down takes them before healthy ones.
+
+    `proven` groups are of a revision that has served and may come back: what is broken and never worked goes at once,
+    they go only within the limits, also while they do not serve. `gone`: those of them that have lost every pod.
+    """
+    live = {k: g for k, g in groups.items() if g.live} | dict(gone or {})
     if not any(k[0] == current for k in live) or not current:
         serving = [k[0] for k, g in live.items() if g.serving]
         current = wish.update if wish.update in {k[0] for k in live} or not serving else serving[0]
@@ -82,7 +88,7 @@ def decide(
         return Decision(current=wish.update, unwanted=dict.fromkeys(live, reason), complete=not groups)
     if wish.rollout.strategy is Strategy.BLUE_GREEN:
         return _blue_green(wish, groups, live, current, switched, troubled, now)
-    return _by_slots(wish, groups, live, current, troubled, now)
+    return _by_slots(wish, groups, live, current, troubled, now, proven)
 
 
 def _kept_indexes(indexes: Sequence[int], replicas: int, worth: Mapping[int, tuple[int, int]]) -> list[int]:
@@ -112,6 +118,7 @@ def _by_slots(
     current: str,
     troubled: frozenset[Key],
     now: float,
+    proven: frozenset[Key],
 ) -> Decision:
     """RollingUpdate and OnDelete: each index is a slot that holds one group, two while it surges."""
     decision = Decision(current=current)
@@ -136,6 +143,7 @@ def _by_slots(
 
     up = sum(1 for here in slots.values() if any(available(k) for k in here))
     least = wish.replicas - away
+    coming = sum(1 for i, here in slots.items() if (targets[i], i) in here and not any(available(k) for k in here))
     surging = sum(1 for i in kept if len({k[0] for k in groups if k[1] == i}) > 1)
 
     candidates: list[tuple[int, Key]] = []
@@ -148,7 +156,8 @@ def _by_slots(
         if target in here or not old:
             decision.wanted.append(target)
             for key in old:
-                if not live[key].serving or (target in here and available(target)):
+                worth_keeping = live[key].serving or key in proven
+                if not worth_keeping or (target in here and available(target)):
                     decision.unwanted[key] = DeleteReason.NEW_REVISION
                 else:
                     decision.wanted.append(key)
@@ -162,13 +171,17 @@ def _by_slots(
 
     for i, old_key in sorted(candidates, key=lambda c: (live[c[1]].serving, -c[0])):
         target = (targets[i], i)
-        if not live[old_key].serving:
+        if not live[old_key].serving and old_key not in proven:
             decision.unwanted[old_key] = DeleteReason.NEW_REVISION
         elif surging < above:
             surging += 1
             decision.wanted += [target, old_key]
-        elif up - 1 >= least:
+        elif not live[old_key].serving and coming < away:
+            coming += 1
+            decision.unwanted[old_key] = DeleteReason.NEW_REVISION
+        elif live[old_key].serving and up - 1 >= least:
             up -= 1
+            coming += 1
             decision.unwanted[old_key] = DeleteReason.NEW_REVISION
         else:
             decision.wanted.append(old_key)

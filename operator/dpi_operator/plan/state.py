@@ -61,6 +61,8 @@ class State(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tried: str = ""  # newest revision that the API server was asked about
     refusal: str = ""  # why it would not take pods of that revision; empty: it would
     tried_at: float | None = None
+    proven: tuple[str, ...] = ()  # revisions of which a group has served
+    old: tuple[tuple[str, int], ...] = ()  # their groups that a rollout still keeps: by revision and index
     dismissed: tuple[str, ...] = ()  # uids of pods that are on their way out because they were no longer wanted
 
 
