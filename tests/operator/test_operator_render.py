@@ -19,7 +19,7 @@ from dpi_operator.plan.template import merge
 GOLDEN = Path(__file__).parent / "golden"
 
 TEMPLATE = {
-    "metadata": {"labels": {"team": "x", "dpinference.dev/role": "mine"}, "annotations": {"note": "y"}},
+    "metadata": {"labels": {"team": "x", "app.kubernetes.io/component": "mine"}, "annotations": {"note": "y"}},
     "spec": {
         "nodeSelector": {"disk": "fast"},
         "tolerations": [
@@ -171,7 +171,7 @@ def test_labels_of_the_operator_win_over_the_users_and_names_fit():
     long["spec"]["replicas"] = 1000 // 64
     for manifest in rendered(long):
         assert len(manifest["metadata"]["name"]) <= 63
-    roles = {p["metadata"]["labels"]["dpinference.dev/role"] for p in pods(template=TEMPLATE)}
+    roles = {p["metadata"]["labels"]["app.kubernetes.io/component"] for p in pods(template=TEMPLATE)}
     assert roles == {"rank0", "headless"}
 
 
