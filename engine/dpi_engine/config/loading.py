@@ -11,13 +11,14 @@ from typing import Any, NoReturn
 from dpi_engine.config.errors import SettingsError, near
 from dpi_engine.config.fields import Field
 from dpi_engine.config.refusals import advice
+from dpi_engine.standard_streams import HelpParser
 
 _NUMBER = re.compile(r"-\d+(\.\d*)?")
 _CLOSE = 0.85  # an unknown DPI_ variable this like a known one is a slip of the pen, not another program's
 
 
-class FlagParser(argparse.ArgumentParser):
-    """An argparse parser that raises SettingsError in place of exiting, and says more about flags it does not know.
+class FlagParser(HelpParser):
+    """A parser that raises SettingsError in place of exiting, and says more about flags it does not know.
 
     Underscores in long flags are taken for dashes. `advise`, where set, knows more about a flag than its spelling.
     """
