@@ -13,7 +13,7 @@ from pathlib import Path
 from dpi_engine.config.logs import LEVELS, setup_logging
 from dpi_engine.launch.exit_codes import EXIT_USAGE
 from dpi_engine.standard_streams import HelpParser, run_command
-from dpi_engine.tools.arguments import wrong_seconds
+from dpi_engine.tools.arguments import path, wrong_seconds
 
 ACCOUNT_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
@@ -43,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--webhook-port", type=int, default=None, help="port of the validating webhook (no webhook)")
     run.add_argument(
         "--webhook-certificates",
-        type=Path,
+        type=path,
         default=Path("/etc/dpi-operator/tls"),
         metavar="DIR",
         help="folder of its tls.crt and tls.key, which may be renewed (/etc/dpi-operator/tls)",

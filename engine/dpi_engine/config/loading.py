@@ -108,7 +108,10 @@ def default_text(field: Field) -> str:
 def read_sources(args: argparse.Namespace, env: Mapping[str, str], fields: Sequence[Field]) -> dict[str, Any]:
     """Values by field name, those given somewhere only. Raises one SettingsError with a line per wrong value."""
     problems: list[str] = []
-    path = getattr(args, "config", None) or env.get("DPI_CONFIG")
+    path = getattr(args, "config", None)
+    if path == "":
+        raise SettingsError("flag --config: expected a file, got an empty text; leave the flag out for none")
+    path = path or env.get("DPI_CONFIG")
     values = _from_yaml(path, fields, problems) if path else {}
     values |= _from_env(env, fields, problems)
     values |= _from_flags(args, fields, problems)
