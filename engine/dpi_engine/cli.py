@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import importlib
 import importlib.metadata
 import io
-import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from dpi_engine.config.errors import ConfigError, near
 from dpi_engine.config.loading import FlagParser
-from dpi_engine.launch.exit_codes import EXIT_CRASHED, EXIT_INTERRUPTED, EXIT_OK, EXIT_PIPE, EXIT_USAGE
+from dpi_engine.launch.exit_codes import EXIT_OK, EXIT_USAGE
+from dpi_engine.standard_streams import run_command
 
 GROUP = "dpinference.commands"
 DISTRIBUTION = "dpinference"
-
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-"""Errors of a write that name no file: what standard output goes to takes no more."""
 
 BUILT_IN = {
     "serve": "dpi_engine.launch.command:COMMAND",
@@ -70,31 +66,17 @@ def version() -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `dpi ARGV`; the exit code: the command's own, 2 for wrong input, 130 for Ctrl-C."""
     args = list(sys.argv[1:] if argv is None else argv)
+    return run_command("dpi", lambda: _run(args))
+
+
+def _run(args: list[str]) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as standard error does: text may be of any language
     try:
-        code = _dispatch(args)
-        sys.stdout.flush()
-        return code
-    except BrokenPipeError:  # whoever read the output has enough, as `head` does
-        _silence_output()
-        return EXIT_PIPE
-    except OSError as e:
-        if e.filename is not None or e.errno not in FULL:
-            raise
-        print(f"dpi: error: standard output: {e.strerror}", file=sys.stderr)
-        _silence_output()
-        return EXIT_CRASHED
+        return _dispatch(args)
     except ConfigError as e:
         print(f"dpi: error: {e}", file=sys.stderr)
         return EXIT_USAGE
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
-
-
-def _silence_output() -> None:
-    """What is still in the buffer would fail once more when the interpreter ends."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _dispatch(args: list[str]) -> int:

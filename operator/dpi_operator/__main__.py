@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import logging
 import os
 import sys
@@ -12,6 +11,9 @@ from importlib import metadata
 from pathlib import Path
 
 from dpi_engine.config.logs import LEVELS, setup_logging
+from dpi_engine.launch.exit_codes import EXIT_USAGE
+from dpi_engine.standard_streams import HelpParser, run_command
+from dpi_engine.tools.arguments import path, wrong_seconds
 
 ACCOUNT_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
@@ -25,7 +27,7 @@ def _own_namespace() -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="dpi-operator", description="Operator of DataParallelInference objects.")
+    parser = HelpParser(prog="dpi-operator", description="Operator of DataParallelInference objects.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     run = commands.add_parser("run", help="run the operator until it is told to stop")
     run.add_argument(
@@ -41,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--webhook-port", type=int, default=None, help="port of the validating webhook (no webhook)")
     run.add_argument(
         "--webhook-certificates",
-        type=Path,
+        type=path,
         default=Path("/etc/dpi-operator/tls"),
         metavar="DIR",
         help="folder of its tls.crt and tls.key, which may be renewed (/etc/dpi-operator/tls)",
@@ -62,6 +64,10 @@ def _version() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code: 0 after a stop that was asked for, 3 when the lease was lost, 1 otherwise."""
+    return run_command("dpi-operator", lambda: _run(argv))
+
+
+def _run(argv: Sequence[str] | None) -> int:
     args = _parser().parse_args(argv)
     if args.command == "version":
         print(f"dpi-operator {_version()}")
@@ -71,6 +77,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         sys.stdout.write(manifest_yaml())
         return 0
+    if wrong_seconds("dpi-operator", "--resync-seconds", args.resync_seconds):
+        return EXIT_USAGE
+    import asyncio
+
     from dpi_operator.handlers.service import Options, run
 
     setup_logging(args.log_level, args.log_format, "operator")

@@ -157,14 +157,73 @@ def test_module_can_be_run():
     assert done.returncode == 0 and done.stdout.startswith("dpi ")
 
 
+def shell(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """`$dpi` and `$operator` are the two programs; `line` says where their streams go."""
+    env = {**environment(), "dpi": f"{sys.executable} -m dpi_engine", "operator": f"{sys.executable} -m dpi_operator"}
+    return subprocess.run(["sh", "-c", line], cwd=folder, env=env, capture_output=True, text=True, timeout=240)
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that takes nothing (/dev/full)")
-def test_output_that_takes_no_more_is_an_error_in_words(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "dpi_engine", "--help"]
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            command, cwd=tmp_path, env=environment(), stdout=full, stderr=subprocess.PIPE, text=True, timeout=240
-        )
-    assert (done.returncode, done.stderr) == (1, "dpi: error: standard output: No space left on device\n")
+@pytest.mark.parametrize(
+    "command", ["$dpi --help", "$dpi serve --help", "$dpi ranks --help", "$operator version", "$operator run --help"]
+)
+def test_output_that_takes_no_more_is_an_error_in_words(command: str, tmp_path: Path) -> None:
+    name = "dpi-operator" if "operator" in command else "dpi"
+    done = shell(f"{command} > /dev/full", tmp_path)
+    assert (done.returncode, done.stderr) == (1, f"{name}: error: standard output: No space left on device\n")
+    assert shell(f"{command} > /dev/full 2>&1", tmp_path).returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        *(("$dpi --help >&-", 0), ("$dpi ranks --help >&- 2>&-", 0), ("$operator version >&-", 0)),
+        *(("$dpi ranks --url x >&-", 2), ("$dpi ranks --url x 2>&-", 2), ("$dpi ranks --url x <&- >&- 2>&-", 2)),
+        ("$dpi chat --url http://127.0.0.1:9 --model m <&-", 0),  # there is no question
+    ],
+)
+def test_streams_that_are_closed_are_as_devnull(line: str, code: int, tmp_path: Path) -> None:
+    done = shell(line, tmp_path)
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_what_a_command_opens_is_no_standard_stream_of_its_children() -> None:
+    code = (
+        "import os, socket, subprocess, sys\n"
+        "from dpi_engine.standard_streams import run_command\n"
+        "for number in (0, 1): os.close(number)\n"
+        "sys.stdin = sys.stdout = None\n"
+        "def work():\n"
+        "    with socket.socket() as s:\n"
+        "        assert s.fileno() > 2\n"
+        "        return subprocess.run(['sh', '-c', 'echo said; read line; exit 7']).returncode\n"
+        "sys.exit(run_command('x', work))"
+    )
+    done = run(code)
+    assert (done.returncode, done.stdout, done.stderr) == (7, "", "")
+
+
+def test_ctrl_c_while_the_program_is_imported_is_no_traceback() -> None:
+    code = (
+        "import runpy, sys\n"
+        "class Interrupted:\n"
+        "    def find_spec(name, path, target=None):\n"
+        "        if name == 'dpi_engine.cli': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupted)\n"
+        "runpy.run_module('dpi_engine', run_name='__main__')"
+    )
+    done = run(code)
+    assert (done.returncode, done.stderr) == (130, "")
+
+
+def test_the_installed_programs_are_the_modules() -> None:
+    text = (ROOT / "pyproject.toml").read_text().split("[project.scripts]")[1].split("\n[")[0]
+    assert dict(re.findall(r'^([\w-]+) = "([^"]+)"', text, re.M)) == {
+        "dpi": "dpi_engine.__main__:main",
+        "kubectl-dpi": "dpi_engine.__main__:main",
+        "dpi-operator": "dpi_operator.__main__:main",
+    }
 
 
 def test_the_page_of_flags_is_the_tables():

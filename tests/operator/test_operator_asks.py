@@ -3,44 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-from collections.abc import AsyncIterator
 
 import aiohttp
 import pytest
-from aiohttp import web
 
 from dpi_operator.api.types import Runtime
 from dpi_operator.observe import heads
 from dpi_operator.plan.facts import HeadReport
+from small_server import http_server
 
 RANKS = 1024
 
 
-@contextlib.asynccontextmanager
-async def head(pages: dict[str, str]) -> AsyncIterator[int]:
-    """A server of these pages. Yields its port."""
-
-    async def page(request: web.Request) -> web.StreamResponse:
-        text = pages.get(request.path)
-        return web.Response(status=404) if text is None else web.Response(text=text)
-
-    app = web.Application()
-    app.router.add_get("/{path:.*}", page)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    try:
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        yield runner.addresses[0][1]
-    finally:
-        await runner.cleanup()
-
-
 def ask(pages: dict[str, str], runtime: Runtime) -> HeadReport:
     async def run() -> HeadReport:
-        async with head(pages) as port, aiohttp.ClientSession() as session:
+        async with http_server(pages.get) as port, aiohttp.ClientSession() as session:
             return await heads.ask_head(session, runtime, "uid", "127.0.0.1", [port], 5.0)
 
     return asyncio.run(run())
@@ -71,7 +49,7 @@ def test_an_answer_without_end_is_given_up_by_name(runtime: Runtime) -> None:
 
 def test_nobody_there_is_a_report_too() -> None:
     async def run() -> HeadReport:
-        async with head({}) as port:
+        async with http_server({}.get) as port:
             pass
         async with aiohttp.ClientSession() as session:
             return await heads.ask_head(session, Runtime.DPI, "uid", "127.0.0.1", [port], 5.0)

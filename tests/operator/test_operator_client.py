@@ -6,9 +6,9 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from aiohttp import web
 
 from dpi_operator.apply.client import Api, ApiError
+from small_server import http_server
 
 KUBECONFIG = """\
 apiVersion: v1
@@ -38,27 +38,16 @@ def test_an_empty_kubeconfig_variable_means_the_usual_file(monkeypatch: pytest.M
 def test_a_server_that_answers_something_else_is_an_error_of_the_api(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, answer: str
 ) -> None:
-    async def page(_: web.Request) -> web.Response:
-        return web.Response(text=answer)
-
     async def ask() -> None:
-        app = web.Application()
-        app.router.add_get("/{path:.*}", page)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        try:
-            site = web.TCPSite(runner, "127.0.0.1", 0)
-            await site.start()
+        async with http_server(lambda _: answer) as port:
             file = tmp_path / "config"
-            file.write_text(KUBECONFIG.format(port=runner.addresses[0][1]))
+            file.write_text(KUBECONFIG.format(port=port))
             monkeypatch.setenv("KUBECONFIG", str(file))
             api = await Api.connect()
             try:
                 await api.get("Pod", "mine", "one")
             finally:
                 await api.close()
-        finally:
-            await runner.cleanup()
 
     with pytest.raises(ApiError, match="the answer is no object"):
         asyncio.run(ask())

@@ -1,14 +1,23 @@
 """A pod of `dpi up`: its output is read and its end is noticed, whatever becomes of logs and readers."""
 
 import asyncio
+import os
 import signal
+import socket
 import sys
 from types import SimpleNamespace
 
+import aiohttp
+import pytest
 from rich.console import Console
+from rich.live import Live
 
+from dpi_engine.tools.console import Unfailing, make_console
+from dpi_operator.api.read import read_document
 from dpi_operator.local.pods import BACKOFF_MAX_S, PodProcess, backoff
-from dpi_operator.local.ranks import rank_table
+from dpi_operator.local.ranks import ask_pod, rank_rows, rank_table
+from dpi_operator.local.runner import LocalRunner, UpOptions
+from free_ports import PORTS
 
 
 class World:
@@ -126,3 +135,75 @@ def test_brackets_in_an_error_are_no_markup():
     with console.capture() as shown:
         console.print(rank_table([row]))
     assert row["error"] in shown.get()
+
+
+def one_pod(first):
+    """An object of one rank, with ports from `first` on."""
+    spec = {
+        "model": {"name": "m"},
+        "engine": {"image": "engine:1", "ports": {"http": first, "management": first + 1, "rpc": first + 2}},
+    }
+    document = {"apiVersion": "dpinference.dev/v1alpha1", "kind": "DataParallelInference", "spec": spec}
+    return read_document({**document, "metadata": {"name": "m", "namespace": "ns"}}, "test")
+
+
+@pytest.mark.parametrize(
+    ("listens", "told"), [(True, ("?", "management port of m-0-0 does not answer")), (False, ("NEW", "pod not up"))]
+)
+def test_a_pod_that_stands_still_is_told_from_one_that_is_not_there(tmp_path, listens, told):
+    first = PORTS.take(3)
+    (plan,) = LocalRunner(one_pod(first), UpOptions(state_dir=tmp_path)).plans
+
+    async def ask():
+        async with aiohttp.ClientSession() as session:
+            return await ask_pod(session, plan, 0.3)
+
+    with socket.socket() as listener:  # as of a stopped process: the kernel takes connections, and nobody answers
+        if listens:
+            listener.bind(("127.0.0.1", first + 1))
+            listener.listen()
+        (row,) = rank_rows([asyncio.run(ask())])
+    assert (row["state"], row["stage"]) == told
+
+
+FULL = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that takes nothing (/dev/full)")
+
+
+@FULL
+def test_a_runner_that_can_print_nothing_stops_its_pods_as_ever(tmp_path, monkeypatch):
+    ended = tmp_path / "ended"
+    engine = tmp_path / "engine"
+    engine.write_text(f"#!/bin/sh\ntrap 'echo in order > {ended}; exit 0' TERM\nwhile :; do sleep 0.05; done\n")
+    engine.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(engine))
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        runner = LocalRunner(one_pod(PORTS.take(3)), UpOptions(state_dir=tmp_path / "state", timeout_s=1.0))
+        assert asyncio.run(runner.run()) == 1  # not ready
+        with pytest.raises(OSError, match="No space left"):
+            full.flush()  # as the command does at its end, which then says so
+        monkeypatch.undo()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())
+    assert ended.read_text() == "in order\n"
+
+
+@FULL
+def test_a_table_that_cannot_be_shown_is_none(monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with open("/dev/full", "w") as full:
+        console = make_console(Unfailing(full))
+        assert console.is_terminal
+        with Live(console=console, auto_refresh=False) as view:
+            for _ in range(3):
+                view.update(rank_table([]), refresh=True)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())
+
+
+def test_a_reader_that_has_gone_stops_no_pods():
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as pipe:
+        console = make_console(Unfailing(pipe))
+        console.print("one")
+        console.print("two")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), writing)

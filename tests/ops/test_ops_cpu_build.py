@@ -82,6 +82,22 @@ def test_a_failing_compiler_is_quoted(plain_env, tmp_path):
     assert left == ["lock"]
 
 
+def test_what_a_killed_build_left_is_removed_by_the_next(plain_env, tmp_path):
+    compiler = tmp_path / "cc"
+    compiler.write_text('#!/bin/sh\n[ "$1" = --version ]\n')
+    compiler.chmod(0o755)
+    plain_env.setenv("CC", str(compiler))
+    with pytest.raises(OpsUnavailable):
+        build.find_library(ISA, tmp_path)
+    (lock,) = tmp_path.rglob("lock")
+    left = lock.parent / ".build-abc"
+    left.mkdir()
+    (left / "rows.o").write_text("")
+    with pytest.raises(OpsUnavailable):
+        build.find_library(ISA, tmp_path)
+    assert [path.name for path in lock.parent.iterdir()] == ["lock"]
+
+
 def test_a_cache_folder_that_cannot_be_written_is_an_error(plain_env, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OpsUnavailable, match="file"):

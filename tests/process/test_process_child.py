@@ -5,9 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
+import msgspec
 import pytest
 from process_pods import PATIENCE, ROOT
+
+from dpi_engine.config.settings import Settings
+from dpi_engine.launch import children, tensor_workers
+from dpi_engine.launch.spec import ChildKind, ChildSpec
 
 SCRIPT = """
 import atexit, logging, sys
@@ -45,3 +51,23 @@ def test_nobody_listening_is_no_other_end() -> None:
     finally:
         os.close(writing)
     assert done.returncode == 5
+
+
+MODULES = [*children.MODULES.values(), tensor_workers.MODULE]
+
+
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("damage", ["another's child", "cut off", "empty"])
+def test_it_ends_when_whoever_started_it_is_gone(module: str, damage: str, tmp_path: Path) -> None:
+    """A launcher killed before its child could ask to end with it; or before it had written the whole spec."""
+    settings = Settings(model="m")
+    kind = next((k for k, m in children.MODULES.items() if m == module), ChildKind.ENGINE)
+    control = f"ipc://{tmp_path}/control"
+    spec = ChildSpec(kind=kind, index=0, name="orphan", control=control, run_dir=str(tmp_path), settings=settings)
+    assert os.getpid() != spec.parent
+    text = {"another's child": msgspec.json.encode(spec), "cut off": msgspec.json.encode(spec)[:-1], "empty": b""}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "engine")}
+    command = [sys.executable, "-m", module]
+    done = subprocess.run(command, env=environment, input=text[damage], capture_output=True, timeout=PATIENCE)
+    assert done.returncode == 1
+    assert (b"DecodeError" in done.stderr) == (damage != "another's child"), done.stderr.decode()

@@ -145,7 +145,8 @@ def test_a_killed_rank_comes_back_and_requests_of_the_other_pod_go_on(
 
 
 def test_the_head_comes_back_and_the_group_with_it(pair: Pair, expected: list[str]) -> None:
-    """The member's ranks keep their weights, and wait for the group as long as it takes."""
+    """The member's ranks keep their weights and requests, and wait for the group as long as it takes."""
+    kept = Stream(pair.member, PROMPTS[0], max_tokens=900).until_tokens(5)
     ranks = {name: pid for name, pid in pair.member.children().items() if name.startswith("rank-")}
     family = pair.head.family()
     pair.head.kill()
@@ -154,6 +155,7 @@ def test_the_head_comes_back_and_the_group_with_it(pair: Pair, expected: list[st
     pair.head.start()
     for pod in pair[1:]:
         pod.until_ready()
+    assert kept.until_end().finish_reason == "length", (kept.events[-1:], kept.failure)
     for rank in range(4):
         assert pair.text(rank, PROMPTS[0]) == expected[0]
     assert {n: p for n, p in pair.member.children().items() if n.startswith("rank-")} == ranks

@@ -151,11 +151,14 @@ def test_restart_one_starts_a_lost_front_end_again(pair: Pair) -> None:
 
 def test_fail_together_ends_the_pod_with_its_first_rank_and_no_other_pod(make_pod: Callable[..., Pod]) -> None:
     head = make_pod(*FLAGS, https=2, wait=False)
-    with head, make_pod(*FLAGS, "-dpr", "2", member_of=head, https=2) as member:
+    long = ("-dpr", "2", "--shutdown-timeout", "600")
+    with head, make_pod(*FLAGS, *long, member_of=head, https=2) as member:
         head.until_ready()
         assert supervised(member)[1]["policy"] == "fail-together"
         pids = head.children()
+        stream = Stream(member, PROMPT, max_tokens=6000).until_tokens(5)
         os.kill(member.children()["rank-3"], signal.SIGKILL)
+        assert stream.until_end().finish_reason == "length"  # within --shutdown-timeout
         assert member.wait_exit() == ENDED_BY_A_CHILD
         assert "rank-3 ended (killed by SIGKILL); the others end with it" in member.log
         assert "--data-parallel-supervisor-policy fail-together" in member.log

@@ -11,6 +11,9 @@ import openai
 import pytest
 from server_harness import TOKENIZER, Running, drive, echo_client, running
 
+PATIENCE = 300.0
+"""For an answer and for a connection, for which the client by itself waits 5 s: less than a busy machine may take."""
+
 PROMPT = "the cat sat on the mat; \U0001f642 \u00e4\u00f6\u00fc \u4f60\u597d"
 
 
@@ -19,7 +22,7 @@ async def connected(**changes: Any) -> AsyncIterator[tuple[Running, openai.Async
     client = changes.pop("client", None)
     async with (
         running(client, **changes) as server,
-        openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as api,
+        openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=PATIENCE, max_retries=0) as api,
     ):
         yield server, api
 

@@ -239,12 +239,29 @@ def test_development_routes_exist_only_when_switched_on() -> None:
                 ("wake_up", (["weights", "kv_cache"],)),
                 ("pause_scheduler", ("keep", False)),
                 ("is_scheduler_paused", ()),
+                ("is_sleeping", ()),
                 ("resume_scheduler", ()),
             ]
             wrong = ("/sleep?level=9", "/sleep?mode=wait", "/pause?mode=x", "/pause?clear_cache=1", "/wake_up?tags=x")
             for path in wrong:
                 status, answer = await server.post(path)
                 assert status == 400 and answer["error"]["param"], path
+
+    drive(main)
+
+
+def test_ranks_that_sleep_are_not_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def utility(method: str, *args: Any) -> dict[int, Any]:
+        assert method == "is_sleeping"
+        return {0: False, 1: True}
+
+    async def main() -> None:
+        async with running(dev_endpoints=True) as server:
+            monkeypatch.setattr(server.client, "utility", utility)
+            status, answer = await server.post("/resume")
+            assert status == 409
+            assert answer["error"]["code"] == "asleep"
+            assert answer["error"]["message"].startswith("rank 1 sleeps: POST /wake_up first")
 
     drive(main)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import os
 import pty
@@ -12,24 +11,29 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from aiohttp import web
 from rich.console import Console
 from server_harness import drive, echo_client, running
 
+from dpi_engine import cli
 from dpi_engine.frontend.interface import EngineError
 from dpi_engine.launch.exit_codes import EXIT_CRASHED, EXIT_INTERRUPTED, EXIT_OK, EXIT_PIPE, EXIT_USAGE
 from dpi_engine.tools import load
 from dpi_engine.tools.bench import BenchCommand
 from dpi_engine.tools.chat import ChatCommand
 from dpi_engine.tools.endpoint import Endpoint, EndpointError
-from dpi_engine.tools.load import bench
 from dpi_engine.tools.ranks import RanksCommand, ranks_table
+from small_server import http_server
 
 OTHER_PORT = "is this the other port?"
+
+
+def parsed(command: Any, *flags: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return parser.parse_args(list(flags))
 
 
 def test_a_model_that_is_not_served_is_no_wrong_port() -> None:
@@ -50,9 +54,7 @@ def test_a_model_that_is_not_served_is_no_wrong_port() -> None:
 def test_an_address_that_is_not_http_is_shown_as_one(
     command: Any, address: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    assert command.run(parser.parse_args(["--url", address])) == EXIT_USAGE
+    assert command.run(parsed(command, "--url", address)) == EXIT_USAGE
     assert f"--url '{address}': expected an address such as http://node-a:8081\n" in capsys.readouterr().err
 
 
@@ -81,9 +83,7 @@ def test_bench_refuses_numbers_that_mean_nothing(
     capsys: pytest.CaptureFixture[str], flags: list[str], words: str
 ) -> None:
     command = BenchCommand()
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    assert command.run(parser.parse_args(flags)) == 2
+    assert command.run(parsed(command, *flags)) == EXIT_USAGE
     assert words in capsys.readouterr().err
 
 
@@ -93,9 +93,7 @@ def bench_against(*flags: str, **changes: Any) -> int:
 
     async def main() -> None:
         async with running(**changes) as server:
-            parser = argparse.ArgumentParser()
-            BenchCommand().add_arguments(parser)
-            codes.append(await load.bench(parser.parse_args(["--url", server.url, *flags])))
+            codes.append(await load.bench(parsed(BenchCommand(), "--url", server.url, *flags)))
 
     drive(main)
     return codes[0]
@@ -121,46 +119,11 @@ def test_short_work_of_bench_says_nothing_on_the_way(capsys: pytest.CaptureFixtu
     assert said.err == ""
 
 
-def test_what_failed_is_no_line_of_the_json(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--streams", "2", "--input-tokens", "20", "--output-tokens", "7", "--warmup", "0", "--json"]
-    assert bench_against(*flags, client=echo_client(fail_after=(3, EngineError("the rank is lost")))) == EXIT_CRASHED
-    said = capsys.readouterr()
-    assert [json.loads(line)["failed"] for line in said.out.splitlines()] == [2]
-    assert "dpi bench: failed: " in said.err
-
-
 @pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf"])
 def test_ranks_refuses_an_interval_that_means_nothing(capsys: pytest.CaptureFixture[str], seconds: str) -> None:
     command = RanksCommand()
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    assert command.run(parser.parse_args(["--once", "--interval", seconds])) == 2
+    assert command.run(parsed(command, "--once", "--interval", seconds)) == EXIT_USAGE
     assert f"--interval: expected seconds above 0, got {seconds}" in capsys.readouterr().err
-
-
-def parsed(command: Any, *flags: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    return parser.parse_args(list(flags))
-
-
-@contextlib.asynccontextmanager
-async def answering(text: str) -> AsyncIterator[str]:
-    """The address of a server that gives `text` to everything."""
-
-    async def handle(request: web.Request) -> web.Response:
-        await request.read()
-        return web.Response(text=text)
-
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", handle)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
 
 
 STREAM = "data: {}\n\ndata: [DONE]\n\n"
@@ -192,8 +155,8 @@ def test_whatever_a_stranger_answers_is_said_in_a_line(
     tool, *flags = command
 
     async def main() -> None:
-        async with answering(text) as url:
-            args = parsed(tool, "--url", url, *flags)
+        async with http_server(lambda _: text) as port:
+            args = parsed(tool, "--url", f"http://127.0.0.1:{port}", *flags)
             assert await asyncio.to_thread(tool.run, args) == EXIT_CRASHED
 
     drive(main)
@@ -209,35 +172,28 @@ def test_null_in_an_event_is_what_is_not_given(capsys: pytest.CaptureFixture[str
     text = "".join(f"data: {e}\n\n" for e in [*events, "[DONE]"])
 
     async def main() -> None:
-        async with answering(text) as url:
-            args = parsed(ChatCommand(), "--url", url, "--model", "m", "hi")
+        async with http_server(lambda _: text) as port:
+            args = parsed(ChatCommand(), "--url", f"http://127.0.0.1:{port}", "--model", "m", "hi")
             assert await asyncio.to_thread(ChatCommand().run, args) == 0
 
     drive(main)
     assert capsys.readouterr().out == "yes\n"
 
 
-def test_failures_do_not_mix_with_the_json_of_bench(capsys: pytest.CaptureFixture[str]) -> None:
-    async def main() -> None:
-        async with running() as server:
-            args = parsed(
-                BenchCommand(),
-                "--url",
-                server.url,
-                "--json",
-                "--warmup",
-                "0",
-                "--input-tokens",
-                "4",
-                "--output-tokens",
-                "99999",
-            )
-            assert await bench(args) == EXIT_CRASHED
-
-    drive(main)
+@pytest.mark.parametrize(
+    ("flags", "changes", "requests"),
+    [
+        (["--input-tokens", "4", "--output-tokens", "99999"], {}, 8),  # refused
+        (["--streams", "2"], {"client": echo_client(fail_after=(3, EngineError("the rank is lost")))}, 2),
+    ],
+)
+def test_what_failed_is_no_line_of_the_json(
+    flags: list[str], changes: dict[str, Any], requests: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench_against("--warmup", "0", "--json", *flags, **changes) == EXIT_CRASHED
     out, err = capsys.readouterr()
-    assert [json.loads(line)["failed"] for line in out.splitlines()] == [8]
-    assert "failed: POST " in err
+    assert [json.loads(line)["failed"] for line in out.splitlines()] == [requests]
+    assert "dpi bench: failed: " in err
 
 
 @pytest.mark.parametrize(
@@ -310,3 +266,78 @@ def test_text_that_the_terminal_cannot_show_is_no_failure() -> None:
             assert b"> \\u65e5\\u672c" in out
 
     drive(main)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        *((["chat", "--temperature", t, "hi"], f"--temperature: expected a number, got '{t}'") for t in ("nan", "inf")),
+        (["chat", "caf\udce9"], "argument question: expected text in UTF-8, got 'caf\\udce9'"),
+        (["chat", "--system", "caf\udce9", "hi"], "--system: expected text in UTF-8"),
+        (["chat", "--model", "caf\udce9", "hi"], "--model: expected text in UTF-8"),
+        (["bench", "--model", "caf\udce9"], "--model: expected text in UTF-8"),
+        (["bench", "--model", ""], "--model: expected a value, got an empty text"),
+        (["up", "-f", ""], "-f/--filename: expected a value, got an empty text"),
+        (["render", "-f", ""], "-f/--filename: expected a value, got an empty text"),
+        (["up", "-f", "m.yaml", "--state-dir", ""], "--state-dir: expected a value, got an empty text"),
+        (["serve", "m", "--config", ""], "--config: expected a file, got an empty text"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_by_name(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments) == EXIT_USAGE
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8:surrogateescape"])  # the latter is that of LC_ALL=C
+def test_a_question_that_is_no_text_is_refused_by_name(encoding: str) -> None:
+    command = [sys.executable, "-m", "dpi_engine", "chat", "--url", "http://127.0.0.1:9", "--model", "m"]
+    done = subprocess.run(
+        command, input=b"caf\xe9\n", env={**os.environ, "PYTHONIOENCODING": encoding}, capture_output=True, timeout=240
+    )
+    assert done.returncode == EXIT_USAGE
+    assert done.stderr.splitlines()[-1] == b"dpi chat: standard input: expected text in UTF-8"
+
+
+INTERRUPTED_ROUND = """
+import asyncio, os, signal, sys
+from dpi_engine import cli
+from dpi_engine.tools import load
+done, whole = [], load.run_round
+async def round_or_ctrl_c(*args):
+    if len(done) == 2:
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.sleep(240)
+    done.append(await whole(*args))
+    return done[-1]
+load.run_round = round_or_ctrl_c
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+def test_the_rounds_that_ended_before_a_ctrl_c_are_shown() -> None:
+    async def main() -> None:
+        async with running() as server:
+            flags = ["--streams", "1", "--input-tokens", "20", "--output-tokens", "7", "--rounds", "3"]
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-c", INTERRUPTED_ROUND, "bench", "--url", server.url, *flags),
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+            )
+            out, err = await process.communicate()
+            assert (process.returncode, err) == (EXIT_INTERRUPTED, b"")
+            assert [line.split()[0] for line in out.splitlines()[2:]] == [b"1", b"2", b"out"]
+
+    drive(main)
+
+
+def test_the_median_of_rounds_is_rounded_as_they_are(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates = iter([100.1, 100.4])
+    whole = load.summary
+    monkeypatch.setattr(load, "summary", lambda *a: {**whole(*a), "output_tok_s": next(rates)})
+    flags = ["--streams", "1", "--input-tokens", "20", "--output-tokens", "7"]
+    assert bench_against(*flags, "--rounds", "2") == EXIT_OK
+    assert "out tok/s: min 100.1, median 100.2, max 100.4" in capsys.readouterr().out

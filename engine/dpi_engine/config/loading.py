@@ -11,13 +11,14 @@ from typing import Any, NoReturn
 from dpi_engine.config.errors import SettingsError, near
 from dpi_engine.config.fields import Field
 from dpi_engine.config.refusals import advice
+from dpi_engine.standard_streams import HelpParser
 
 _NUMBER = re.compile(r"-\d+(\.\d*)?")
 _CLOSE = 0.85  # an unknown DPI_ variable this like a known one is a slip of the pen, not another program's
 
 
-class FlagParser(argparse.ArgumentParser):
-    """An argparse parser that raises SettingsError in place of exiting, and says more about flags it does not know.
+class FlagParser(HelpParser):
+    """A parser that raises SettingsError in place of exiting, and says more about flags it does not know.
 
     Underscores in long flags are taken for dashes. `advise`, where set, knows more about a flag than its spelling.
     """
@@ -107,7 +108,10 @@ def default_text(field: Field) -> str:
 def read_sources(args: argparse.Namespace, env: Mapping[str, str], fields: Sequence[Field]) -> dict[str, Any]:
     """Values by field name, those given somewhere only. Raises one SettingsError with a line per wrong value."""
     problems: list[str] = []
-    path = getattr(args, "config", None) or env.get("DPI_CONFIG")
+    path = getattr(args, "config", None)
+    if path == "":
+        raise SettingsError("flag --config: expected a file, got an empty text; leave the flag out for none")
+    path = path or env.get("DPI_CONFIG")
     values = _from_yaml(path, fields, problems) if path else {}
     values |= _from_env(env, fields, problems)
     values |= _from_flags(args, fields, problems)

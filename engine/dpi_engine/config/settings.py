@@ -188,7 +188,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         int | None,
         Flag(
             PARALLEL,
-            "ranks of this launch (unset: all); 0 on the head: front end and coordinator alone",
+            "ranks of this launch (unset: all, or the one of -dpn; -dph and -dpm need it given); 0 on the head: front "
+            "end and coordinator alone",
             short="-dpl",
             low=0,
             high=MAX_RANKS,

@@ -21,19 +21,19 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """SIGKILL this process when its parent ends (Linux), so that a killed launcher leaves nothing behind."""
-    if sys.platform != "linux":
-        return
-    parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended between the two lines
-        os._exit(1)
+    """SIGKILL this process when its parent ends (Linux), so that a killed launcher leaves nothing behind.
+
+    A parent that has ended before is not seen by this.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def start(on_terminate: Callable[[], None]) -> ChildSpec:
     """Read the spec from standard input and install signal handlers. Raises msgspec.MsgspecError for a damaged spec.
 
-    `on_terminate` runs at SIGTERM and SIGINT, from the first instruction on.
+    `on_terminate` runs at SIGTERM and SIGINT, from the first instruction on. Ends this process when the one that
+    started it is gone already.
     """
     die_with_parent()
 
@@ -43,6 +43,8 @@ def start(on_terminate: Callable[[], None]) -> ChildSpec:
     signal.signal(signal.SIGTERM, handler)
     signal.signal(signal.SIGINT, handler)
     spec = msgspec.json.decode(sys.stdin.buffer.read(), type=ChildSpec)
+    if os.getppid() != spec.parent:
+        os._exit(1)
     setup_logging(spec.settings.log_level, spec.settings.log_format, spec.name)
     return spec
 

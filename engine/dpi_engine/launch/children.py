@@ -106,7 +106,7 @@ class Child:
         )
         assert process.stdin is not None
         with contextlib.suppress(ConnectionError):
-            process.stdin.write(msgspec.json.encode(self.spec))
+            process.stdin.write(msgspec.json.encode(msgspec.structs.replace(self.spec, parent=os.getpid())))
             await process.stdin.drain()
         process.stdin.close()
         return process

@@ -582,6 +582,8 @@ class Launcher:
             if code == EXIT_CHILD and child.policy.limit == 0:
                 policy = self.settings.data_parallel_supervisor_policy
                 why += f"; the others end with it (--data-parallel-supervisor-policy {policy})"
+            # What the other ranks compute needs nothing of the lost one, unless they share experts.
+            self._finish = code == EXIT_CHILD and not self.coupled
             self._failed.set_result(LaunchFailed(why, code))
 
     def _spawn(self, coroutine: Any) -> None:

@@ -40,7 +40,6 @@ class TensorPart(msgspec.Struct, kw_only=True):
 
     index: int
     size: int
-    parent: int  # process of the first worker
     memory: int
     memory_bytes: int
     plan_bytes: int
@@ -52,7 +51,8 @@ class TensorPart(msgspec.Struct, kw_only=True):
 class ChildSpec(msgspec.Struct, kw_only=True):
     """Everything one child needs. `index` is the rank of an engine, the number of an API server.
 
-    `handshake`: of whoever routes to the rank, then of the group's head where that is another launch.
+    `handshake`: of whoever routes to the rank, then of the group's head where that is another launch. `parent`: the
+    process that starts it, with which it ends: the launcher, or the first worker of its rank.
     """
 
     kind: ChildKind
@@ -64,6 +64,7 @@ class ChildSpec(msgspec.Struct, kw_only=True):
     model_path: str = ""
     cache_dir: str = ""
     pod: str = ""
+    parent: int = 0
     declared: dict[str, Any] = {}
     incarnation: int = 0
     threads: int = 1

@@ -53,7 +53,7 @@ class TensorProcess:
         return EXIT_OK
 
     def _check(self) -> None:
-        if os.getppid() != self._part.parent:
+        if os.getppid() != self._spec.parent:
             raise WorkerLost("the first worker of the rank is gone")
 
     def _progress(self, stage: str, fraction: float | None) -> None:
@@ -74,7 +74,6 @@ class TensorProcess:
         from dpi_engine.worker.shared_region import SharedRegion
 
         part = self._part
-        self._check()  # it may have ended before this process could ask to end with it
         region = SharedRegion(part.memory_bytes, part.memory)
         region.close()
         plans = PlanRegion(region, part.size, self._check, create=False)

@@ -90,7 +90,6 @@ class TensorWorkers:
         part = TensorPart(
             index=index,
             size=self.size,
-            parent=os.getpid(),
             memory=self._region.fd,
             memory_bytes=self._region.size,
             plan_bytes=plan_bytes,
@@ -98,7 +97,7 @@ class TensorWorkers:
             store=self._store,
             dtype=dtype,
         )
-        spec = msgspec.structs.replace(child, name=f"{child.name}.{index}", tensor=part)
+        spec = msgspec.structs.replace(child, name=f"{child.name}.{index}", parent=os.getpid(), tensor=part)
         with theirs:
             process = subprocess.Popen(
                 [sys.executable, "-m", MODULE],

@@ -56,6 +56,7 @@ ISA_FEATURES = {
 """What /proc/cpuinfo must list for each."""
 
 COMPILE_DEADLINE = 180.0
+BUILDING = ".build-"
 LOCK_DEADLINE = 240.0
 
 
@@ -153,7 +154,7 @@ def compile_library(isa: str, out: Path, compiler: list[str]) -> None:
 
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=out.parent, prefix=".build-") as folder:
+        with tempfile.TemporaryDirectory(dir=out.parent, prefix=BUILDING) as folder:
             files = [path for path in source_files() if path.suffix == ".c"]
             files.sort(key=lambda path: path.stat().st_size, reverse=True)  # about in order of the time they take
             objects = {path: f"{folder}/{path.stem}.o" for path in files}
@@ -192,6 +193,8 @@ def find_library(isa: str, cache_dir: str | os.PathLike[str]) -> Path:
         with open(out.parent / "lock", "w") as lock:
             _take(lock.fileno(), out.parent / "lock")
             if not out.is_file():
+                for left in out.parent.glob(f"{BUILDING}*"):  # of one that was killed: who builds here has the lock
+                    shutil.rmtree(left, ignore_errors=True)
                 compile_library(isa, out, compiler)
     except OSError as error:
         raise OpsUnavailable(f"the CPU kernels cannot be built in {out.parent}: {error}") from error

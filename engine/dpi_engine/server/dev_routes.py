@@ -7,7 +7,7 @@ from typing import Any
 
 from aiohttp import web
 
-from dpi_engine.server.errors import bad_request
+from dpi_engine.server.errors import ApiError, bad_request
 from dpi_engine.server.routes import json_response
 from dpi_engine.server.state import STATE
 
@@ -69,6 +69,10 @@ async def pause(request: web.Request) -> web.Response:
 
 
 async def resume(request: web.Request) -> web.Response:
+    """409 while a rank sleeps, whose memory only `/wake_up` brings back."""
+    if asleep := [str(rank) for rank, sleeps in (await _call(request, "is_sleeping")).items() if sleeps]:
+        ranks = f"rank {asleep[0]} sleeps" if len(asleep) == 1 else f"ranks {', '.join(asleep)} sleep"
+        raise ApiError(409, f"{ranks}: POST /wake_up first, after which they go on", code="asleep")
     return _by_rank(await _call(request, "resume_scheduler"))
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import sys
+from pathlib import Path
 
 
 def wrong_seconds(tool: str, flag: str, seconds: float) -> bool:
@@ -12,3 +14,35 @@ def wrong_seconds(tool: str, flag: str, seconds: float) -> bool:
     if wrong:
         print(f"{tool}: {flag}: expected seconds above 0, got {seconds:g}", file=sys.stderr)
     return wrong
+
+
+def finite(text: str) -> float:
+    """A number that JSON has, too. For argparse."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise argparse.ArgumentTypeError(f"expected a number, got {text!r}")
+    return number
+
+
+def filled(text: str) -> str:
+    """Not empty, as a variable of the shell is that is not set. For argparse."""
+    if not text:
+        raise argparse.ArgumentTypeError("expected a value, got an empty text; leave the flag out for the default")
+    return text
+
+
+def path(text: str) -> Path:
+    """For argparse. An empty one would be the current folder."""
+    return Path(filled(text))
+
+
+def utf8(text: str) -> str:
+    """Text that can be sent: bytes that were none come from the system as lone surrogates. For argparse."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError(f"expected text in UTF-8, got {text!a}") from None
+    return text

@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 from dpi_engine.launch.exit_codes import EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE
+from dpi_engine.tools.arguments import finite, utf8
 
 
 class ChatCommand:
@@ -17,11 +18,11 @@ class ChatCommand:
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         from dpi_engine.tools.endpoint import add_endpoint_arguments
 
-        parser.add_argument("question", nargs="?", help="one question; without it a conversation starts")
+        parser.add_argument("question", nargs="?", type=utf8, help="one question; without it a conversation starts")
         add_endpoint_arguments(parser)
-        parser.add_argument("--system", help="system prompt")
+        parser.add_argument("--system", type=utf8, help="system prompt")
         parser.add_argument("--max-tokens", type=int, default=256, help="longest answer in tokens (256)")
-        parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (0)")
+        parser.add_argument("--temperature", type=finite, default=0.0, help="0 is greedy (0)")
         parser.add_argument("--echo", action="store_true", help="print the question before the answer")
 
     def run(self, args: argparse.Namespace) -> int:
@@ -37,16 +38,30 @@ class ChatCommand:
         except EndpointError as e:
             print(f"dpi chat: {e}", file=sys.stderr)
             return e.code
+        except NoText as e:
+            print(f"dpi chat: {e}", file=sys.stderr)
+            return EXIT_USAGE
         except (KeyboardInterrupt, EOFError) as e:
             print()
             return EXIT_OK if isinstance(e, EOFError) else EXIT_INTERRUPTED
 
 
+class NoText(ValueError):
+    """What was typed cannot be sent."""
+
+
 def _question() -> str:
-    """A line that was typed. Ctrl-C ends it: asyncio's own handler cancels a task, which a waiting read never sees."""
+    """A line that was typed. Raises NoText.
+
+    Ctrl-C ends it: asyncio's own handler cancels a task, which a waiting read never sees.
+    """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        return input("> ").strip()
+        line = input("> ").strip()
+        line.encode()  # some locales let bytes through that are no text
+        return line
+    except UnicodeError:
+        raise NoText("standard input: expected text in UTF-8") from None
     finally:
         signal.signal(signal.SIGINT, before)
 

@@ -11,6 +11,7 @@ from typing import Any
 import aiohttp
 
 from dpi_engine.launch.exit_codes import EXIT_CRASHED, EXIT_USAGE
+from dpi_engine.tools.arguments import filled, utf8
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 
@@ -27,9 +28,13 @@ class BadUrl(EndpointError):
     code = EXIT_USAGE
 
 
+def _model(text: str) -> str:
+    return filled(utf8(text))
+
+
 def add_endpoint_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", default=DEFAULT_URL, help=f"endpoint, with or without /v1 ({DEFAULT_URL})")
-    parser.add_argument("--model", default=None, help="model name (default: the endpoint's first)")
+    parser.add_argument("--model", type=_model, default=None, help="model name (default: the endpoint's first)")
     parser.add_argument("--api-key", default=None, help="key sent as bearer token (default: $OPENAI_API_KEY, if set)")
 
 

@@ -190,14 +190,13 @@ def _print_table(results: list[dict[str, Any]], args: argparse.Namespace) -> Non
         )
     if len(results) > 1:
         rates = sorted(r["output_tok_s"] for r in results)
-        table.caption = f"out tok/s: min {rates[0]}, median {statistics.median(rates)}, max {rates[-1]}"
+        table.caption = f"out tok/s: min {rates[0]:.1f}, median {statistics.median(rates):.1f}, max {rates[-1]:.1f}"
     make_console().print(table)
 
 
-async def bench(args: argparse.Namespace) -> int:
-    """Run the rounds and print them. 0 when no request failed, 1 otherwise."""
+async def _run_rounds(args: argparse.Namespace, results: list[dict[str, Any]], errors: list[str]) -> None:
+    """Adds to `results` and `errors` after each round."""
     count = args.requests or args.streams
-    results, errors = [], []
     async with Endpoint(args.url, args.api_key, timeout_s=args.timeout) as endpoint:
         model = args.model or await endpoint.first_model()
         for r in range(args.rounds):
@@ -216,8 +215,17 @@ async def bench(args: argparse.Namespace) -> int:
             errors += [s.error for s in samples if s.error]
             if args.json:
                 print(json.dumps(results[-1]), flush=True)
-    if not args.json:
-        _print_table(results, args)
-    for error in sorted(set(errors))[:5]:
-        print(f"dpi bench: failed: {error}", file=sys.stderr)
+
+
+async def bench(args: argparse.Namespace) -> int:
+    """Run the rounds and print them, those that are complete when it ends early. 0 when no request failed, else 1."""
+    results: list[dict[str, Any]] = []
+    errors: list[str] = []
+    try:
+        await _run_rounds(args, results, errors)
+    finally:  # a Ctrl-C, or an endpoint that has gone, leaves what is known
+        if results and not args.json:
+            _print_table(results, args)
+        for error in sorted(set(errors))[:5]:
+            print(f"dpi bench: failed: {error}", file=sys.stderr)
     return EXIT_CRASHED if errors else EXIT_OK

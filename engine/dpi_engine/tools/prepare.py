@@ -12,6 +12,7 @@ from pathlib import Path
 
 from dpi_engine.config.errors import ConfigError
 from dpi_engine.config.sources import FORMS, ModelFiles, resolve_model
+from dpi_engine.tools.arguments import path
 
 
 def prepare(model: str, cache_dir: Path) -> ModelFiles:
@@ -35,7 +36,7 @@ def prepare(model: str, cache_dir: Path) -> ModelFiles:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m dpi_engine.tools.prepare", description="Fetch and unpack a model.")
     parser.add_argument("model", help=FORMS)
-    parser.add_argument("--cache-dir", type=Path, required=True, help="folder that `dpi serve` will get, too")
+    parser.add_argument("--cache-dir", type=path, required=True, help="folder that `dpi serve` will get, too")
     arguments = parser.parse_args()
     try:
         files = prepare(arguments.model, arguments.cache_dir)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import functools
 import os
 import signal
 import sys
@@ -32,10 +33,12 @@ _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 _PR_SET_PDEATHSIG = 1
 
 
-def _end_with_parent() -> None:
+def _end_with(parent: int) -> None:
     """In the child: SIGTERM when the runner dies, however it dies, so that no pod outlives it (Linux)."""
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # it died before
+            os._exit(1)
 
 
 @dataclass
@@ -112,7 +115,7 @@ class PodProcess:
             stderr=asyncio.subprocess.STDOUT,
             env={**environment, "DPI_POD_NAME": self.plan.name},
             start_new_session=True,
-            preexec_fn=_end_with_parent,
+            preexec_fn=functools.partial(_end_with, os.getpid()),
         )
         if self._stop.is_set():  # while it was being started
             self.terminate()

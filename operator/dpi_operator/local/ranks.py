@@ -23,6 +23,7 @@ class PodAnswer:
     document: dict[str, Any] = field(default_factory=dict)
     ready: bool = False
     error: str = ""
+    silent: bool = False  # something listens there, and does not answer
 
 
 async def ask_pod(session: aiohttp.ClientSession, plan: PodPlan, timeout_s: float = 2.0) -> PodAnswer:
@@ -35,7 +36,8 @@ async def ask_pod(session: aiohttp.ClientSession, plan: PodPlan, timeout_s: floa
         async with session.get(f"{base}/readyz", timeout=limit) as response:
             ready = response.status == 200
     except (aiohttp.ClientError, TimeoutError, json.JSONDecodeError, OSError) as e:
-        return PodAnswer(plan, error=f"{type(e).__name__}: {e}" if str(e) else type(e).__name__)
+        silent = isinstance(e, TimeoutError)
+        return PodAnswer(plan, error=f"{type(e).__name__}: {e}" if str(e) else type(e).__name__, silent=silent)
     if not isinstance(document, dict):
         return PodAnswer(plan, error="its /ranks is not an object")
     return PodAnswer(plan, document, ready)
@@ -62,7 +64,10 @@ def rank_rows(answers: Sequence[PodAnswer]) -> list[dict[str, Any]]:
             asked = by_name[owner.name] if owner.http_ports else answer
             known = {r.get("rank"): r for r in asked.document.get("ranks", ())}
             away = f"{'pod' if owner.http_ports else 'head'} not up"
-            row = dict(known.get(rank, {"rank": rank, "state": "NEW", "stage": asked.error and away}))
+            unknown = {"rank": rank, "state": "NEW", "stage": asked.error and away}
+            if asked.silent:
+                unknown = {"rank": rank, "state": "?", "stage": f"management port of {asked.plan.name} does not answer"}
+            row = dict(known.get(rank, unknown))
             row["group"], row["pod"] = owner.place.group, owner.name
             rows.append(row)
     return rows

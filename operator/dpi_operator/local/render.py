@@ -7,6 +7,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from dpi_engine.tools.arguments import filled
+
 
 class RenderError(ValueError):
     """Nothing would be made; the message says why."""
@@ -46,7 +48,9 @@ class RenderCommand:
     help = "print what the operator would make of a DataParallelInference, without a cluster"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("-f", "--filename", required=True, metavar="FILE", help="manifest of one object")
+        parser.add_argument(
+            "-f", "--filename", type=filled, required=True, metavar="FILE", help="manifest of one object"
+        )
         parser.add_argument("--cluster-domain", default="cluster.local", help="DNS domain of the cluster")
 
     def run(self, args: argparse.Namespace) -> int:

@@ -18,8 +18,8 @@ from rich.live import Live
 
 from dpi_engine.config.machine import usable_cpus
 from dpi_engine.config.network import port_is_free
-from dpi_engine.launch.exit_codes import EXIT_CRASHED, EXIT_USAGE
-from dpi_engine.tools.console import make_console
+from dpi_engine.launch.exit_codes import EXIT_CRASHED, EXIT_INTERRUPTED, EXIT_USAGE
+from dpi_engine.tools.console import Unfailing, make_console
 from dpi_operator.api.reasons import Reason
 from dpi_operator.api.types import DataParallelInference, Runtime
 from dpi_operator.api.validate import Finding
@@ -33,7 +33,6 @@ POLL_S = 0.5
 PROGRESS_S = 5.0
 STOP_MARGIN_S = 10.0
 LAST_PORT = 65535
-INTERRUPTED = 130
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +118,7 @@ class LocalRunner:
             )
         groups = 0 if dpi.spec.suspend else dpi.spec.replicas
         self.plans = [p for group in range(groups) for p in plan_group(dpi, group, Local())]
-        self.console = make_console()
+        self.console = make_console(Unfailing(sys.stdout))  # the pods run on, whatever becomes of what is printed
         self._failure: asyncio.Future[str] | None = None
         self._stop = asyncio.Event()
         self._states: dict[tuple[int, int], str] = {}
@@ -213,7 +212,7 @@ class LocalRunner:
             async with aiohttp.ClientSession() as session:
                 await self._until_ready(session)
                 if self._stop.is_set():
-                    return INTERRUPTED
+                    return EXIT_INTERRUPTED
                 if self.options.ask is not None:
                     return await self._ask_and_show(session, self.options.ask)
                 return await self._watch(session)
@@ -282,7 +281,7 @@ class LocalRunner:
         if self._failure.done():
             raise UpFailed(self._failure.result())
         if self._stop.is_set():
-            return INTERRUPTED
+            return EXIT_INTERRUPTED
         if rows := rank_rows(await ask_pods(session, self.plans)) or shown:
             self.console.print()
             self.console.print(rank_table(rows))

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from dpi_engine.tools.arguments import wrong_seconds
+from dpi_engine.tools.arguments import filled, path, wrong_seconds
 
 
 class UpCommand:
@@ -14,7 +14,9 @@ class UpCommand:
     help = "run a DataParallelInference on this machine, without a cluster"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("-f", "--filename", required=True, metavar="FILE", help="manifest of one object")
+        parser.add_argument(
+            "-f", "--filename", type=filled, required=True, metavar="FILE", help="manifest of one object"
+        )
         parser.add_argument("--ask", metavar="QUESTION", help="ask one chat question, show the ranks, stop")
         parser.add_argument("--logs", action="store_true", help="print the engines' logs here too")
         parser.add_argument("--no-table", action="store_true", help="no live table of ranks")
@@ -23,7 +25,7 @@ class UpCommand:
         )
         parser.add_argument(
             "--state-dir",
-            type=Path,
+            type=path,
             default=None,
             metavar="DIR",
             help="where logs go (default: ~/.cache/dpinference/up/NAME)",
