@@ -449,6 +449,47 @@ def test_a_rollout_alone_never_takes_more_groups_away_than_it_may(replicas, away
     assert world.condition("Progressing").reason == "RolloutComplete"
 
 
+@settings(max_examples=25, deadline=None, phases=NO_SHRINK)
+@given(
+    replicas=st.integers(1, 4),
+    away=st.integers(0, 2),
+    above=st.integers(0, 2),
+    gap=st.booleans(),
+    instant=st.booleans(),
+    seed=st.integers(0, 2**32),
+)
+def test_groups_that_are_lost_during_a_rollout_make_no_room_for_more(replicas, away, above, gap, instant, seed):
+    """Groups of either revision lose all their pods at any time, and edits come on top; nobody scales."""
+    assume(away or above)
+    rng = random.Random(seed)
+    world = up(replicas=replicas + gap, rollout={"maxUnavailable": away, "maxSurge": above})
+    if gap:  # the indexes that are left need not be the lowest
+        world._change(world.pod(0, 0), ready=False, ready_since=None)
+        world.change(replicas=replicas)
+        world.settle()
+    world.instant = instant
+    image(world, 2)
+    most = replicas + limits(Rollout(max_unavailable=away, max_surge=above), replicas)[1]
+    for _ in range(40):
+        world.settle()
+        groups = sorted({(p.revision, p.group) for p in world.pods.values()})
+        assert len(groups) <= most, groups
+        what, lost = rng.random(), rng.choice(groups)
+        for name in [n for n, p in world.pods.items() if (p.revision, p.group) == lost]:
+            if what < 0.25:
+                world.remove(name)
+            elif what < 0.35 and world.pods[name].deleting is None:
+                world.kubectl_delete(name)
+            elif what < 0.6 and world.pods[name].deleting is None and not world.pods[name].ready:
+                world.make_ready(name)
+        if what > 0.95:
+            image(world, rng.randint(1, 3))
+        elif what > 0.75:
+            for name in [n for n, p in world.pods.items() if p.deleting is not None]:
+                world.remove(name)
+        world.now += rng.choice([0, 1, 30])
+
+
 @settings(max_examples=8, deadline=None, phases=NO_SHRINK)
 @given(first=st.integers(1, 4), more=st.integers(1, 4))
 def test_ready_groups_are_never_touched_by_a_scale_up(first, more):

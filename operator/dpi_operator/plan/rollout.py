@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import chain, count, islice
 
 from dpi_operator.api.reasons import DeleteReason
 from dpi_operator.api.types import Rollout, Strategy
@@ -91,15 +92,14 @@ def decide(
     return _by_slots(wish, groups, live, current, troubled, now, proven)
 
 
-def _kept_indexes(indexes: Sequence[int], replicas: int, worth: Mapping[int, tuple[int, int]]) -> list[int]:
-    """`replicas` indexes: of those there the best, then the lowest that are free."""
-    kept = sorted(sorted(set(indexes), key=lambda i: (worth[i], i))[:replicas])
-    free = 0
-    while len(kept) < replicas:
-        if free not in kept:
-            kept.append(free)
-        free += 1
-    return sorted(kept)
+def _kept_indexes(worth: Mapping[int, tuple[int, int]], replicas: int, ending: set[int]) -> list[int]:
+    """`replicas` indexes: of those there the best, then those whose groups are `ending`, then the lowest free ones.
+
+    So a group that is on its way out is waited for, and none is made beside it under another index.
+    """
+    kept = sorted(worth, key=lambda i: (worth[i], i))[:replicas]
+    free = chain(sorted(ending - worth.keys()), (i for i in count() if i not in worth and i not in ending))
+    return sorted([*kept, *islice(free, replicas - len(kept))])
 
 
 def _worth(live: Mapping[Key, Group], troubled: frozenset[Key]) -> dict[int, tuple[int, int]]:
@@ -123,7 +123,7 @@ def _by_slots(
     """RollingUpdate and OnDelete: each index is a slot that holds one group, two while it surges."""
     decision = Decision(current=current)
     min_ready = wish.rollout.min_ready_seconds
-    kept = _kept_indexes([k[1] for k in live], wish.replicas, _worth(live, troubled))
+    kept = _kept_indexes(_worth(live, troubled), wish.replicas, {k[1] for k in groups})
     away, above = limits(wish.rollout, wish.replicas)
     for key in live:
         if key[1] not in kept:
@@ -144,7 +144,8 @@ def _by_slots(
     up = sum(1 for here in slots.values() if any(available(k) for k in here))
     least = wish.replicas - away
     coming = sum(1 for i, here in slots.items() if (targets[i], i) in here and not any(available(k) for k in here))
-    surging = sum(1 for i in kept if len({k[0] for k in groups if k[1] == i}) > 1)
+    there = groups.keys() | live.keys()
+    surging = len(there) - len({k[1] for k in there}.intersection(kept))  # all but one per slot
 
     candidates: list[tuple[int, Key]] = []
     for i, here in slots.items():
@@ -186,7 +187,7 @@ def _by_slots(
         else:
             decision.wanted.append(old_key)
 
-    _wait_for_room(decision, groups, above)
+    _wait_for_room(decision, groups)
     updated = sum(1 for k in decision.wanted if k[0] == wish.update)
     goal = {(targets[i], i) for i in kept}
     decision.waits_for_delete = wish.rollout.strategy is Strategy.ON_DELETE and updated < wish.replicas
@@ -198,7 +199,7 @@ def _by_slots(
     return decision
 
 
-def _wait_for_room(decision: Decision, groups: Mapping[Key, Group], above: int) -> None:
+def _wait_for_room(decision: Decision, groups: Mapping[Key, Group]) -> None:
     """A new group waits until the old one of its slot is gone, unless it may surge beside it."""
     for key in list(decision.wanted):
         if key in groups:
@@ -234,7 +235,7 @@ def _blue_green(
 
     def keep(revision: str) -> list[Key]:
         mine = {k: g for k, g in live.items() if k[0] == revision}
-        kept = _kept_indexes([k[1] for k in mine], wish.replicas, _worth(mine, troubled))
+        kept = _kept_indexes(_worth(mine, troubled), wish.replicas, {k[1] for k in groups if k[0] == revision})
         for key in mine:
             if key[1] not in kept:
                 decision.unwanted[key] = DeleteReason.SCALED_DOWN
