@@ -181,6 +181,79 @@ def test_partition_keeps_groups_below_it():
     assert world.status.updated_replicas == 2
 
 
+@pytest.mark.parametrize(("partition", "updated"), [(0, 3), (1, 2), (3, 0), (9, 0)])
+def test_a_complete_rollout_says_which_groups_it_left_as_they_are(partition, updated):
+    world = up(replicas=3, rollout={"partition": partition})
+    image(world, 2)
+    run_down(world)
+    progress, new = world.condition("Progressing"), world.status.update_revision
+    held = f"{updated} of 3 groups are of revision {new}; the others stay below spec.rollout.partition."
+    said = held if partition else f"All groups are of revision {new}."
+    assert (progress.status, progress.reason, progress.message) == ("True", "RolloutComplete", said)
+    told = [e.message for e in world.events if e.reason is EventReason.ROLLOUT_COMPLETED]
+    assert told == ([said] if updated else [])
+
+
+NONE = [({"replicas": 0}, {"replicas": 2}), ({"suspend": True}, {"suspend": False})]
+
+
+@pytest.mark.parametrize("strategy", ["RollingUpdate", "OnDelete", "BlueGreen"])
+@pytest.mark.parametrize(("away", "back"), NONE, ids=["zero", "suspend"])
+@pytest.mark.parametrize("edit_first", [True, False])
+def test_a_paused_object_comes_back_by_the_revision_that_served(strategy, away, back, edit_first):
+    world = up(replicas=2, revisionHistoryLimit=0, rollout={"strategy": strategy})
+    (old,) = world.revisions()
+    world.change(paused=True)
+    for edit in ({"engine": {"image": "engine:2"}}, away) if edit_first else (away, {"engine": {"image": "engine:2"}}):
+        world.change(**edit)
+        world.settle()
+    assert not world.pods
+    world.change(**back)
+    world.settle()
+    assert world.revisions() == {old} and len(world.pods) == 4
+    assert world.condition("Progressing").reason == "Paused"
+    world.all_ready()
+    world.settle()
+    world.change(paused=False)
+    run_down(world)
+    world.now += 1000
+    run_down(world)
+    by_hand = strategy == "OnDelete"
+    assert world.revisions() == {old if by_hand else world.status.update_revision}
+    assert world.condition("Progressing").reason == ("WaitingForDelete" if by_hand else "RolloutComplete")
+
+
+@pytest.mark.parametrize(("away", "back"), NONE, ids=["zero", "suspend"])
+def test_groups_below_the_partition_come_back_as_they_were(away, back):
+    world = up(replicas=2, revisionHistoryLimit=0, rollout={"partition": 1})
+    (old,) = world.revisions()
+    image(world, 2)
+    world.change(**away)
+    world.settle()
+    world.change(**back)
+    run_down(world)
+    assert {p.group for p in world.pods.values() if p.revision == old} == {0}
+    assert world.condition("Progressing").reason == "RolloutComplete"
+    world.change(**away)
+    world.settle()
+    world.change(rollout={"partition": 0})
+    world.settle()
+    world.change(**back)
+    run_down(world)
+    assert world.revisions() == {world.status.update_revision}
+
+
+def test_what_held_a_revision_back_cannot_bring_back_one_that_is_forgotten():
+    world = up(replicas=2)
+    (old,) = world.revisions()
+    world.change(paused=True, replicas=0, engine={"image": "engine:2"})
+    world.settle()
+    del world.children[("ControllerRevision", f"demo-{old}")]
+    world.change(replicas=2)
+    run_down(world)
+    assert world.revisions() == {world.status.update_revision}
+
+
 def test_a_failed_group_of_the_old_revision_comes_back_as_it_was():
     world = up(replicas=3, rollout={"partition": 3})
     (old,) = world.revisions()

@@ -372,11 +372,23 @@ def _untried(s: Scene) -> Verdict | None:
     return Verdict(True, Reason.ROLLING_OUT, text)
 
 
+def told_complete(decision: Decision, replicas: int, update: str) -> str:
+    """What holds once nothing is left to be rolled out."""
+    updated = sum(1 for revision, _ in decision.wanted if revision == update)
+    if updated < replicas:
+        text = f"{updated} of {replicas} groups are of revision {update}; the others stay below spec.rollout.partition."
+    elif replicas:
+        text = f"All groups are of revision {update}."
+    else:
+        text = "spec.replicas is 0: there are no groups."
+    return text
+
+
 def _done(s: Scene) -> Verdict | None:
     if s.decision is None:
         return Verdict(False, Reason.INVALID_SPEC, "Nothing is rolled out before the spec can be used.")
     if s.decision.complete:
-        return Verdict(True, Reason.ROLLOUT_COMPLETE, f"All groups are of revision {s.wish.update}.")
+        return Verdict(True, Reason.ROLLOUT_COMPLETE, told_complete(s.decision, s.wish.replicas, s.wish.update))
     return None
 
 

@@ -46,6 +46,11 @@ class Wish:
     paused: bool = False
     suspended: bool = False
 
+    @property
+    def idle(self) -> bool:
+        """No pods are to run."""
+        return self.suspended or self.replicas == 0
+
 
 def count_of(value: int | str, replicas: int, up: bool) -> int:
     """A number or a percentage of `replicas`. Raises ValueError for anything else."""
@@ -81,15 +86,27 @@ def decide(
     they go only within the limits, also while they do not serve. `gone`: those of them that have lost every pod.
     """
     live = {k: g for k, g in groups.items() if g.live} | dict(gone or {})
-    if not any(k[0] == current for k in live) or not current:
-        serving = [k[0] for k, g in live.items() if g.serving]
-        current = wish.update if wish.update in {k[0] for k in live} or not serving else serving[0]
-    if wish.replicas == 0 or wish.suspended:
+    current = _serving_revision(wish, live, current)
+    if wish.idle:
         reason = DeleteReason.SUSPENDED if wish.suspended else DeleteReason.SCALED_DOWN
-        return Decision(current=wish.update, unwanted=dict.fromkeys(live, reason), complete=not groups)
+        complete = not groups and (current == wish.update or not wish.paused)
+        return Decision(current=current, unwanted=dict.fromkeys(live, reason), complete=complete)
     if wish.rollout.strategy is Strategy.BLUE_GREEN:
         return _blue_green(wish, groups, live, current, switched, troubled, now)
     return _by_slots(wish, groups, live, current, troubled, now, proven)
+
+
+def _serving_revision(wish: Wish, live: Mapping[Key, Group], current: str) -> str:
+    """`current`, unless it has no groups any more; what holds a rollout back does so also while it has none."""
+    by_colour = wish.rollout.strategy is Strategy.BLUE_GREEN
+    held = bool(current) and (wish.paused or (wish.rollout.partition > 0 and not by_colour))
+    if wish.idle:
+        return current if held else wish.update
+    serving = [k[0] for k, g in live.items() if g.serving]
+    revisions = {k[0] for k in live}
+    if current in revisions or (held and not (by_colour and serving)):
+        return current
+    return wish.update if wish.update in revisions or not serving else serving[0]
 
 
 def _kept_indexes(worth: Mapping[int, tuple[int, int]], replicas: int, ending: set[int]) -> list[int]:
