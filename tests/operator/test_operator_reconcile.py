@@ -47,9 +47,20 @@ def test_missing_ranks_are_named_with_what_they_are_doing():
     ranks = (RankReport(0, "READY"), RankReport(1, "LOADING", stage="reading weights 40%"))
     world.reports[head] = HeadReport(world.pods[head].uid, START, False, ranks)
     world.settle()
-    assert f"1 ({rank1}, reading weights 40%)" in world.condition("HandshakeComplete").message
+    said = world.condition("HandshakeComplete").message
+    assert f"ranks 1 ({rank1}, reading weights 40%) have not joined." in said
     ranked = world.status.groups[0].ranks
     assert [(r.state, r.stage) for r in ranked] == [("READY", ""), ("LOADING", "reading weights 40%")]
+    # All have joined, and the kubelet has yet to probe.
+    ranks = (RankReport(0, "READY"), RankReport(1, "READY"))
+    world.reports[head] = HeadReport(world.pods[head].uid, START, True, ranks)
+    world.settle()
+    pods = f"0 ({head}, its pod is not ready); 1 ({rank1}, its pod is not ready)"
+    assert f"ranks {pods} have joined and are not ready yet." in world.condition("HandshakeComplete").message
+    assert world.status.groups[0].message == f"ranks {pods}"
+    world.now += 10_000
+    world.settle()
+    assert f"ranks {pods} were not ready within" in world.condition("HandshakeComplete").message
 
 
 @pytest.mark.parametrize("mode", ["Internal", "External"])

@@ -146,6 +146,29 @@ def test_a_rollout_stops_at_a_group_that_does_not_come_up_and_goes_on_when_the_i
     assert len(world.revisions()) == 1
 
 
+@pytest.mark.parametrize("strategy", ["RollingUpdate", "BlueGreen"])
+def test_a_rollout_names_the_revision_that_serves_as_the_one_that_is_replaced(strategy):
+    world = up(replicas=2, rollout={"strategy": strategy})
+    (first,) = world.revisions()
+    image(world, "broken")
+    world.settle()
+    broken = world.status.update_revision
+    image(world, "mended")
+    world.settle()
+    mended = world.status.update_revision
+    image(world, "broken")
+    world.settle()
+    image(world, 1)
+    world.settle()
+    told = [e.message for e in world.events if e.reason in (EventReason.ROLLOUT_STARTED, EventReason.ROLLED_BACK)]
+    assert told == [
+        f"Revision {broken} replaces {first} ({strategy}).",
+        f"Revision {mended} replaces {first} ({strategy}).",
+        f"Revision {broken}, number 2 before, comes back in place of {first} ({strategy}).",
+        f"Revision {first}, number 1 before, comes back in place of {broken} ({strategy}).",
+    ]
+
+
 def test_two_edits_in_a_row_replace_each_group_once():
     world = up()
     world.created.clear()

@@ -491,9 +491,10 @@ class _Reconciler:
             and last != update
             and (back is not None or (after.rolling and (not before.rolling or before.progress)))
         ):
-            text = f"Revision {update} replaces {last} ({how})."
+            serves = before.current if before.current not in ("", update) else last
+            text = f"Revision {update} replaces {serves} ({how})."
             if back is not None:
-                text = f"Revision {update}, number {back} before, comes back in place of {last} ({how})."
+                text = f"Revision {update}, number {back} before, comes back in place of {serves} ({how})."
             reason = EventReason.ROLLOUT_STARTED if back is None else EventReason.ROLLED_BACK
             events.append(EmitEvent(reason, text, f"{update}/{self.newest.number}"))
         if before.rolling and decision.complete:
