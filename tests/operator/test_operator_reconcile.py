@@ -1,6 +1,7 @@
 """What the planner does with one object, step by step in a model of a cluster."""
 
 import dataclasses
+from collections import Counter
 
 import pytest
 from operator_world import START, World, document, up
@@ -235,6 +236,29 @@ def test_queue_numbers_are_written_once_a_minute_and_times_alone_never():
     assert due == world.now + 30
     assert hear(4, 30)[0]
     assert world.status.groups[0].ranks[1].kv_cache_usage == "0.50"
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2)])
+@pytest.mark.parametrize("rollout", [{}, {"maxUnavailable": 2}, {"partition": 1}])
+def test_evictions_take_whole_groups_while_groups_of_two_sizes_serve(rollout, before, after):
+    world = up(replicas=3, parallelism={"dataParallelSize": before}, rollout=rollout)
+
+    def budget():
+        return world.children[("PodDisruptionBudget", "demo")]["spec"]["minAvailable"]
+
+    def serving():
+        """Pods of each group that serves."""
+        return sorted(Counter((p.revision, p.group) for p in world.pods.values() if p.ready).values())
+
+    assert budget() == 2 * before
+    world.change(parallelism={"dataParallelSize": after})
+    for _ in range(5):
+        world.settle()
+        assert sum(serving()) - budget() <= serving()[0]
+        world.all_ready()
+    world.settle()
+    assert serving() == (sorted([before, after, after]) if "partition" in rollout else [after] * 3)
+    assert budget() == sum(serving()[1:])
 
 
 def test_an_object_without_pods_of_one_group_gets_no_budget_for_disruptions_and_two_get_one():

@@ -28,7 +28,7 @@ from dpi_operator.plan.needs import missing
 from dpi_operator.plan.network import Cluster
 from dpi_operator.plan.podgroup import build_pod_group
 from dpi_operator.plan.podmonitor import build_pod_monitor
-from dpi_operator.plan.pods import plan_group
+from dpi_operator.plan.pods import layout, plan_group
 from dpi_operator.plan.podspec import build_pod, own_labels
 from dpi_operator.plan.recovery import Draft, domains_of, exhausted, keep, leave, let_go
 from dpi_operator.plan.report import build_status, settle
@@ -143,7 +143,7 @@ def _wanted_children(
         build_internal_service(dpi),
         build_client_service(dpi, selector, reached),
         build_network_policy(dpi, others),
-        build_disruption_budget(dpi, 0 if dpi.spec.suspend else dpi.spec.replicas),
+        build_disruption_budget(dpi, _sizes(newest, decision, groups)),
         build_inference_pool(dpi, selector, reached),
         build_pod_monitor(dpi, others),
         *(
@@ -161,6 +161,14 @@ def _reached_at(index: int, newest: Revision, selector: str, groups: Sequence[Gr
     """The object as the group of this index that serves has it; as it is now where none does."""
     here = [g for g in groups if g.index == index and g.plans and selector in ("", g.revision)]
     return min(here, key=lambda g: (not g.serving, g.revision != newest.hash)).dpi if here else newest.dpi
+
+
+def _sizes(newest: Revision, decision: Decision, groups: Sequence[Group]) -> list[int]:
+    """Pods of each group that is to serve, those that are yet to be made among them."""
+    replicas = 0 if newest.dpi.spec.suspend else newest.dpi.spec.replicas
+    indexes = {i for r, i in decision.wanted if decision.selector in ("", r)}
+    there = [layout(_reached_at(i, newest, decision.selector, groups)).pods for i in sorted(indexes)]
+    return [*there, *[layout(newest.dpi).pods] * (replicas - len(there))]
 
 
 def _children(dpi: DataParallelInference, snapshot: Snapshot, manifests: Sequence[Manifest]) -> list[Action]:
