@@ -415,6 +415,35 @@ def test_min_ready_seconds_counts_before_the_next_group_goes():
     assert world.revisions() == {world.status.update_revision}
 
 
+def test_scaling_down_keeps_the_group_that_has_been_ready_for_long_enough():
+    world = up(replicas=2, rollout={"minReadySeconds": 30})
+    world.now += 30
+    world._change(world.pod(0, 0), ready_since=world.now)
+    world.settle()
+    world.change(replicas=1)
+    world.settle()
+    assert world.names() == ["1-0", "1-1"]
+    assert world.status.available_replicas == 1
+
+
+@pytest.mark.parametrize("tags", [(2, 3), (3, 2)])
+def test_of_two_old_groups_at_an_index_the_one_that_is_available_stays(tags):
+    world = up(replicas=2, rollout={"partition": 1, "maxSurge": 1, "maxUnavailable": 0, "minReadySeconds": 30})
+    world.now += 30
+    for tag in tags:  # the first one is through, the second one serves for no time yet
+        image(world, tag)
+        world.settle()
+        world.all_ready()
+        world.settle()
+        world.now += 30 if tag == tags[0] else 1
+        world.settle()
+    kept = {n for n, p in world.pods.items() if p.group == 1 and world.now - p.ready_since >= 30}
+    assert len(kept) == 2 and len(world.pods) == 6
+    image(world, "broken")
+    world.settle()
+    assert kept <= set(world.pods)
+
+
 def test_new_defaults_roll_nothing_and_a_written_default_does_not_either():
     world = up()
     before = dict(world.pods)

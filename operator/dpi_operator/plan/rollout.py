@@ -109,7 +109,7 @@ def _serving_revision(wish: Wish, live: Mapping[Key, Group], current: str) -> st
     return wish.update if wish.update in revisions or not serving else serving[0]
 
 
-def _kept_indexes(worth: Mapping[int, tuple[int, int]], replicas: int, ending: set[int]) -> list[int]:
+def _kept_indexes(worth: Mapping[int, tuple[bool, ...]], replicas: int, ending: set[int]) -> list[int]:
     """`replicas` indexes: of those there the best, then those whose groups are `ending`, then the lowest free ones.
 
     So a group that is on its way out is waited for, and none is made beside it under another index.
@@ -119,11 +119,13 @@ def _kept_indexes(worth: Mapping[int, tuple[int, int]], replicas: int, ending: s
     return sorted([*kept, *islice(free, replicas - len(kept))])
 
 
-def _worth(live: Mapping[Key, Group], troubled: frozenset[Key]) -> dict[int, tuple[int, int]]:
-    """Per index: (not serving, troubled) of its best group."""
-    worth: dict[int, tuple[int, int]] = {}
+def _worth(
+    live: Mapping[Key, Group], troubled: frozenset[Key], now: float, min_ready: int
+) -> dict[int, tuple[bool, ...]]:
+    """Per index: (not serving, not available, troubled) of its best group."""
+    worth: dict[int, tuple[bool, ...]] = {}
     for key, group in live.items():
-        value = (int(not group.serving), int(key in troubled))
+        value = (not group.serving, not group.available(now, min_ready), key in troubled)
         worth[key[1]] = min(worth.get(key[1], value), value)
     return worth
 
@@ -140,7 +142,7 @@ def _by_slots(
     """RollingUpdate and OnDelete: each index is a slot that holds one group, two while it surges."""
     decision = Decision(current=current)
     min_ready = wish.rollout.min_ready_seconds
-    kept = _kept_indexes(_worth(live, troubled), wish.replicas, {k[1] for k in groups})
+    kept = _kept_indexes(_worth(live, troubled, now, min_ready), wish.replicas, {k[1] for k in groups})
     away, above = limits(wish.rollout, wish.replicas)
     for key in live:
         if key[1] not in kept:
@@ -181,7 +183,7 @@ def _by_slots(
                     decision.wanted.append(key)
             continue
         # A slot never holds more than one old group; if it does, the one that serves stays.
-        best = min(old, key=lambda k: (not live[k].serving, k[0] != current, k[0]))
+        best = min(old, key=lambda k: (not live[k].serving, not available(k), k[0] != current, k[0]))
         for key in old:
             if key != best:
                 decision.unwanted[key] = DeleteReason.NEW_REVISION
@@ -252,7 +254,8 @@ def _blue_green(
 
     def keep(revision: str) -> list[Key]:
         mine = {k: g for k, g in live.items() if k[0] == revision}
-        kept = _kept_indexes(_worth(mine, troubled), wish.replicas, {k[1] for k in groups if k[0] == revision})
+        worth, ending = _worth(mine, troubled, now, min_ready), {k[1] for k in groups if k[0] == revision}
+        kept = _kept_indexes(worth, wish.replicas, ending)
         for key in mine:
             if key[1] not in kept:
                 decision.unwanted[key] = DeleteReason.SCALED_DOWN
