@@ -1,5 +1,7 @@
 """Reasons that objects, events and deletions carry: each is given somewhere, and explained."""
 
+import ast
+import inspect
 import re
 from pathlib import Path
 
@@ -7,6 +9,7 @@ import pytest
 
 from dpi_operator.api import reasons
 from dpi_operator.api.status import CONDITION_TYPES
+from dpi_operator.plan import judgement
 
 ROOT = Path(__file__).parents[2]
 CODE = Path(reasons.__file__).parents[1]
@@ -31,7 +34,40 @@ def listed(*titles):
     return set().union(*(found[t] for t in titles or found))
 
 
+def given():
+    """By condition, the reasons that its rules give; a spec is refused for those of the files that make findings."""
+    tree = ast.parse(inspect.getsource(judgement))
+    parts = {d.name: d for d in tree.body if isinstance(d, ast.FunctionDef)}
+    parts |= {d.target.id: d for d in tree.body if isinstance(d, ast.AnnAssign)}
+
+    def reached(node, seen):
+        found = set()
+        for n in ast.walk(node):
+            if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name) and n.value.id == "Reason":
+                found.add(reasons.Reason[n.attr].value)
+            elif isinstance(n, ast.Name) and n.id in parts and n.id not in seen:
+                seen.add(n.id)
+                found |= reached(parts[n.id], seen)
+        return found
+
+    (verdicts,) = [n for n in ast.walk(parts["judge"]) if isinstance(n, ast.Dict) and len(n.keys) > 1]
+    by_condition = {k.value: reached(v, set()) for k, v in zip(verdicts.keys, verdicts.values, strict=True)}
+    files = [t for f in CODE.rglob("*.py") if re.search(r"\bFinding\(", t := f.read_text())]
+    refused = {reasons.Reason[n].value for t in files for n in re.findall(r"\bReason\.([A-Z0-9_]+)\b", t)}
+    by_condition["Accepted"] |= refused - by_condition["ConfigConsistent"]
+    return by_condition
+
+
+GIVEN = given()
+
+
+@pytest.mark.parametrize("condition", GIVEN)
+def test_each_condition_lists_the_reasons_that_it_gives(condition):
+    assert listed(condition) == GIVEN[condition]
+
+
 def test_every_reason_is_explained():
+    assert set(GIVEN) == set(CONDITION_TYPES) - {"Ready"}
     assert listed(*CONDITION_TYPES) == {r.value for r in reasons.Reason}
     assert listed("Events") == {r.value for r in reasons.EventReason}
     assert listed("Deletions") == {r.value for r in reasons.DeleteReason}

@@ -1,6 +1,7 @@
 """What the planner does with one object, step by step in a model of a cluster."""
 
 import dataclasses
+from collections import Counter
 
 import pytest
 from operator_world import START, World, document, up
@@ -47,9 +48,20 @@ def test_missing_ranks_are_named_with_what_they_are_doing():
     ranks = (RankReport(0, "READY"), RankReport(1, "LOADING", stage="reading weights 40%"))
     world.reports[head] = HeadReport(world.pods[head].uid, START, False, ranks)
     world.settle()
-    assert f"1 ({rank1}, reading weights 40%)" in world.condition("HandshakeComplete").message
+    said = world.condition("HandshakeComplete").message
+    assert f"ranks 1 ({rank1}, reading weights 40%) have not joined." in said
     ranked = world.status.groups[0].ranks
     assert [(r.state, r.stage) for r in ranked] == [("READY", ""), ("LOADING", "reading weights 40%")]
+    # All have joined, and the kubelet has yet to probe.
+    ranks = (RankReport(0, "READY"), RankReport(1, "READY"))
+    world.reports[head] = HeadReport(world.pods[head].uid, START, True, ranks)
+    world.settle()
+    pods = f"0 ({head}, its pod is not ready); 1 ({rank1}, its pod is not ready)"
+    assert f"ranks {pods} have joined and are not ready yet." in world.condition("HandshakeComplete").message
+    assert world.status.groups[0].message == f"ranks {pods}"
+    world.now += 10_000
+    world.settle()
+    assert f"ranks {pods} were not ready within" in world.condition("HandshakeComplete").message
 
 
 @pytest.mark.parametrize("mode", ["Internal", "External"])
@@ -224,6 +236,29 @@ def test_queue_numbers_are_written_once_a_minute_and_times_alone_never():
     assert due == world.now + 30
     assert hear(4, 30)[0]
     assert world.status.groups[0].ranks[1].kv_cache_usage == "0.50"
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2)])
+@pytest.mark.parametrize("rollout", [{}, {"maxUnavailable": 2}, {"partition": 1}])
+def test_evictions_take_whole_groups_while_groups_of_two_sizes_serve(rollout, before, after):
+    world = up(replicas=3, parallelism={"dataParallelSize": before}, rollout=rollout)
+
+    def budget():
+        return world.children[("PodDisruptionBudget", "demo")]["spec"]["minAvailable"]
+
+    def serving():
+        """Pods of each group that serves."""
+        return sorted(Counter((p.revision, p.group) for p in world.pods.values() if p.ready).values())
+
+    assert budget() == 2 * before
+    world.change(parallelism={"dataParallelSize": after})
+    for _ in range(5):
+        world.settle()
+        assert sum(serving()) - budget() <= serving()[0]
+        world.all_ready()
+    world.settle()
+    assert serving() == (sorted([before, after, after]) if "partition" in rollout else [after] * 3)
+    assert budget() == sum(serving()[1:])
 
 
 def test_an_object_without_pods_of_one_group_gets_no_budget_for_disruptions_and_two_get_one():

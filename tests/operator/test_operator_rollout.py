@@ -146,6 +146,29 @@ def test_a_rollout_stops_at_a_group_that_does_not_come_up_and_goes_on_when_the_i
     assert len(world.revisions()) == 1
 
 
+@pytest.mark.parametrize("strategy", ["RollingUpdate", "BlueGreen"])
+def test_a_rollout_names_the_revision_that_serves_as_the_one_that_is_replaced(strategy):
+    world = up(replicas=2, rollout={"strategy": strategy})
+    (first,) = world.revisions()
+    image(world, "broken")
+    world.settle()
+    broken = world.status.update_revision
+    image(world, "mended")
+    world.settle()
+    mended = world.status.update_revision
+    image(world, "broken")
+    world.settle()
+    image(world, 1)
+    world.settle()
+    told = [e.message for e in world.events if e.reason in (EventReason.ROLLOUT_STARTED, EventReason.ROLLED_BACK)]
+    assert told == [
+        f"Revision {broken} replaces {first} ({strategy}).",
+        f"Revision {mended} replaces {first} ({strategy}).",
+        f"Revision {broken}, number 2 before, comes back in place of {first} ({strategy}).",
+        f"Revision {first}, number 1 before, comes back in place of {broken} ({strategy}).",
+    ]
+
+
 def test_two_edits_in_a_row_replace_each_group_once():
     world = up()
     world.created.clear()
@@ -179,6 +202,79 @@ def test_partition_keeps_groups_below_it():
     run_down(world)
     assert {p.group for p in world.pods.values() if p.revision == old} == {0}
     assert world.status.updated_replicas == 2
+
+
+@pytest.mark.parametrize(("partition", "updated"), [(0, 3), (1, 2), (3, 0), (9, 0)])
+def test_a_complete_rollout_says_which_groups_it_left_as_they_are(partition, updated):
+    world = up(replicas=3, rollout={"partition": partition})
+    image(world, 2)
+    run_down(world)
+    progress, new = world.condition("Progressing"), world.status.update_revision
+    held = f"{updated} of 3 groups are of revision {new}; the others stay below spec.rollout.partition."
+    said = held if partition else f"All groups are of revision {new}."
+    assert (progress.status, progress.reason, progress.message) == ("True", "RolloutComplete", said)
+    told = [e.message for e in world.events if e.reason is EventReason.ROLLOUT_COMPLETED]
+    assert told == ([said] if updated else [])
+
+
+NONE = [({"replicas": 0}, {"replicas": 2}), ({"suspend": True}, {"suspend": False})]
+
+
+@pytest.mark.parametrize("strategy", ["RollingUpdate", "OnDelete", "BlueGreen"])
+@pytest.mark.parametrize(("away", "back"), NONE, ids=["zero", "suspend"])
+@pytest.mark.parametrize("edit_first", [True, False])
+def test_a_paused_object_comes_back_by_the_revision_that_served(strategy, away, back, edit_first):
+    world = up(replicas=2, revisionHistoryLimit=0, rollout={"strategy": strategy})
+    (old,) = world.revisions()
+    world.change(paused=True)
+    for edit in ({"engine": {"image": "engine:2"}}, away) if edit_first else (away, {"engine": {"image": "engine:2"}}):
+        world.change(**edit)
+        world.settle()
+    assert not world.pods
+    world.change(**back)
+    world.settle()
+    assert world.revisions() == {old} and len(world.pods) == 4
+    assert world.condition("Progressing").reason == "Paused"
+    world.all_ready()
+    world.settle()
+    world.change(paused=False)
+    run_down(world)
+    world.now += 1000
+    run_down(world)
+    by_hand = strategy == "OnDelete"
+    assert world.revisions() == {old if by_hand else world.status.update_revision}
+    assert world.condition("Progressing").reason == ("WaitingForDelete" if by_hand else "RolloutComplete")
+
+
+@pytest.mark.parametrize(("away", "back"), NONE, ids=["zero", "suspend"])
+def test_groups_below_the_partition_come_back_as_they_were(away, back):
+    world = up(replicas=2, revisionHistoryLimit=0, rollout={"partition": 1})
+    (old,) = world.revisions()
+    image(world, 2)
+    world.change(**away)
+    world.settle()
+    world.change(**back)
+    run_down(world)
+    assert {p.group for p in world.pods.values() if p.revision == old} == {0}
+    assert world.condition("Progressing").reason == "RolloutComplete"
+    world.change(**away)
+    world.settle()
+    world.change(rollout={"partition": 0})
+    world.settle()
+    world.change(**back)
+    run_down(world)
+    assert world.revisions() == {world.status.update_revision}
+
+
+def test_what_held_a_revision_back_cannot_bring_back_one_that_is_forgotten():
+    world = up(replicas=2)
+    (old,) = world.revisions()
+    world.change(paused=True, replicas=0, engine={"image": "engine:2"})
+    world.settle()
+    del world.children[("ControllerRevision", f"demo-{old}")]
+    world.change(replicas=2)
+    run_down(world)
+    assert world.revisions() == {world.status.update_revision}
 
 
 def test_a_failed_group_of_the_old_revision_comes_back_as_it_was():
@@ -319,6 +415,35 @@ def test_min_ready_seconds_counts_before_the_next_group_goes():
     assert world.revisions() == {world.status.update_revision}
 
 
+def test_scaling_down_keeps_the_group_that_has_been_ready_for_long_enough():
+    world = up(replicas=2, rollout={"minReadySeconds": 30})
+    world.now += 30
+    world._change(world.pod(0, 0), ready_since=world.now)
+    world.settle()
+    world.change(replicas=1)
+    world.settle()
+    assert world.names() == ["1-0", "1-1"]
+    assert world.status.available_replicas == 1
+
+
+@pytest.mark.parametrize("tags", [(2, 3), (3, 2)])
+def test_of_two_old_groups_at_an_index_the_one_that_is_available_stays(tags):
+    world = up(replicas=2, rollout={"partition": 1, "maxSurge": 1, "maxUnavailable": 0, "minReadySeconds": 30})
+    world.now += 30
+    for tag in tags:  # the first one is through, the second one serves for no time yet
+        image(world, tag)
+        world.settle()
+        world.all_ready()
+        world.settle()
+        world.now += 30 if tag == tags[0] else 1
+        world.settle()
+    kept = {n for n, p in world.pods.items() if p.group == 1 and world.now - p.ready_since >= 30}
+    assert len(kept) == 2 and len(world.pods) == 6
+    image(world, "broken")
+    world.settle()
+    assert kept <= set(world.pods)
+
+
 def test_new_defaults_roll_nothing_and_a_written_default_does_not_either():
     world = up()
     before = dict(world.pods)
@@ -447,6 +572,47 @@ def test_a_rollout_alone_never_takes_more_groups_away_than_it_may(replicas, away
         world.now += 1
     world.settle()
     assert world.condition("Progressing").reason == "RolloutComplete"
+
+
+@settings(max_examples=25, deadline=None, phases=NO_SHRINK)
+@given(
+    replicas=st.integers(1, 4),
+    away=st.integers(0, 2),
+    above=st.integers(0, 2),
+    gap=st.booleans(),
+    instant=st.booleans(),
+    seed=st.integers(0, 2**32),
+)
+def test_groups_that_are_lost_during_a_rollout_make_no_room_for_more(replicas, away, above, gap, instant, seed):
+    """Groups of either revision lose all their pods at any time, and edits come on top; nobody scales."""
+    assume(away or above)
+    rng = random.Random(seed)
+    world = up(replicas=replicas + gap, rollout={"maxUnavailable": away, "maxSurge": above})
+    if gap:  # the indexes that are left need not be the lowest
+        world._change(world.pod(0, 0), ready=False, ready_since=None)
+        world.change(replicas=replicas)
+        world.settle()
+    world.instant = instant
+    image(world, 2)
+    most = replicas + limits(Rollout(max_unavailable=away, max_surge=above), replicas)[1]
+    for _ in range(40):
+        world.settle()
+        groups = sorted({(p.revision, p.group) for p in world.pods.values()})
+        assert len(groups) <= most, groups
+        what, lost = rng.random(), rng.choice(groups)
+        for name in [n for n, p in world.pods.items() if (p.revision, p.group) == lost]:
+            if what < 0.25:
+                world.remove(name)
+            elif what < 0.35 and world.pods[name].deleting is None:
+                world.kubectl_delete(name)
+            elif what < 0.6 and world.pods[name].deleting is None and not world.pods[name].ready:
+                world.make_ready(name)
+        if what > 0.95:
+            image(world, rng.randint(1, 3))
+        elif what > 0.75:
+            for name in [n for n, p in world.pods.items() if p.deleting is not None]:
+                world.remove(name)
+        world.now += rng.choice([0, 1, 30])
 
 
 @settings(max_examples=8, deadline=None, phases=NO_SHRINK)

@@ -84,7 +84,9 @@ async def _change(api: Any, document: dict[str, Any], to: str, dry_run: bool) ->
     await api.merge(KIND, namespace, name, body, manager=MANAGER)
     print(f"{namespace}/{name} goes back to revision {target}; `dpi status {name} -n {namespace}` shows how far it is")
     if dpi.spec.paused:
-        print("spec.paused is true: nothing changes before it is false")
+        print(
+            "spec.paused is true: groups keep their revision until it is false, and lost ranks come back as they were"
+        )
     return 0
 
 

@@ -9,7 +9,6 @@ from dpi_operator.api.types import DataParallelInference, Mode, Runtime
 from dpi_operator.plan.actions import Manifest
 from dpi_operator.plan.modes import http_ports
 from dpi_operator.plan.names import L_NAME, child_metadata, engine_account, state_config_map
-from dpi_operator.plan.pods import layout
 from dpi_operator.plan.state import STATE_KEY, State, write_state
 
 
@@ -64,12 +63,15 @@ def build_network_policy(dpi: DataParallelInference, others: Sequence[DataParall
     }
 
 
-def build_disruption_budget(dpi: DataParallelInference, groups: int) -> Manifest | None:
-    """Whole groups are counted, in pods; one group alone has none, since that would only block drains."""
-    disruption, pods = dpi.spec.disruption, layout(dpi).pods
-    if not disruption.enabled or groups < 2:
+def build_disruption_budget(dpi: DataParallelInference, sizes: Sequence[int]) -> Manifest | None:
+    """Whole groups are counted, in pods; one group alone has none, since that would only block drains.
+
+    `sizes`: pods of each group. While they differ, evictions take no more than the smallest ones have.
+    """
+    disruption = dpi.spec.disruption
+    if not disruption.enabled or len(sizes) < 2:
         return None
-    keep = max(0, groups - disruption.max_unavailable_groups) * pods
+    keep = max(0, sum(sizes) - disruption.max_unavailable_groups * min(sizes))
     return {
         "apiVersion": "policy/v1",
         "kind": "PodDisruptionBudget",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dpi_operator.api.conditions import Rule, Verdict, counted, first, joined, ready_of, sentence
@@ -275,13 +275,25 @@ def _containers_starting(s: Scene) -> Verdict | None:
     return Verdict(False, Reason.IMAGE_PULLING, f"Containers of {joined([p.name for p in pods], 4)} start on {nodes}.")
 
 
+def _has_joined(group: Group, rank: int) -> bool:
+    """Whether the head has it, however its pod is: the kubelet may yet have to probe that."""
+    report = group.rank_reports().get(rank)
+    return report is not None and report.state == "READY" and not report.error
+
+
 def missing_ranks(group: Group) -> str:
-    """Ranks that have not joined, each with its pod and what it is doing."""
+    """Ranks that do not serve, each with its pod and what it is doing."""
+    return _told(group, group.missing())
+
+
+def _told(group: Group, ranks: Sequence[int]) -> str:
     reports, parts = group.rank_reports(), []
-    for rank in group.missing():
+    for rank in ranks:
         report = reports.get(rank)
         doing = ""
-        if report is not None:
+        if _has_joined(group, rank):
+            doing = ", its pod is not ready"
+        elif report is not None:
             doing = f", {report.error or report.stage or report.state}"
         parts.append(f"{rank} ({group.pod_of(rank)}{doing})")
     return joined(parts, 8)
@@ -291,17 +303,20 @@ def _handshake(s: Scene) -> Verdict | None:
     for group in s.waiting:
         if not group.pods:
             continue
-        deadline, missing = joined_deadline(group), missing_ranks(group)
+        deadline, missing = joined_deadline(group), group.missing()
+        late = [r for r in missing if not _has_joined(group, r)]
+        ranks = _told(group, late or missing)
         if deadline is not None and s.now >= deadline:
             limit = in_words(group.dpi.spec.handshake.timeout_seconds)
-            text = f"Group {group.index}: ranks {missing} did not join within {limit}."
+            text = f"Group {group.index}: ranks {ranks} {'did not join' if late else 'were not ready'} within {limit}."
             return Verdict(False, Reason.HANDSHAKE_TIMEOUT, text)
         until = f" They have until {to_text(deadline)}." if deadline is not None else ""
         if (group.head is None or not group.head.running) and not every_pod_serves(group.dpi):
             where = group.pod_of(0)
             return Verdict(False, Reason.RANK0_NOT_READY, f"Group {group.index}: rank 0 ({where}) does not run.{until}")
         if missing:
-            text = f"Group {group.index}: ranks {missing} have not joined.{until}"
+            how = "have not joined" if late else "have joined and are not ready yet"
+            text = f"Group {group.index}: ranks {ranks} {how}.{until}"
             return Verdict(False, Reason.RANKS_MISSING, text)
         head = group.report.error if group.report and group.report.error else "its readiness probe fails"
         text = f"Group {group.index}: rank 0 ({group.pod_of(0)}): {head}.{until}"
@@ -372,11 +387,23 @@ def _untried(s: Scene) -> Verdict | None:
     return Verdict(True, Reason.ROLLING_OUT, text)
 
 
+def told_complete(decision: Decision, replicas: int, update: str) -> str:
+    """What holds once nothing is left to be rolled out."""
+    updated = sum(1 for revision, _ in decision.wanted if revision == update)
+    if updated < replicas:
+        text = f"{updated} of {replicas} groups are of revision {update}; the others stay below spec.rollout.partition."
+    elif replicas:
+        text = f"All groups are of revision {update}."
+    else:
+        text = "spec.replicas is 0: there are no groups."
+    return text
+
+
 def _done(s: Scene) -> Verdict | None:
     if s.decision is None:
         return Verdict(False, Reason.INVALID_SPEC, "Nothing is rolled out before the spec can be used.")
     if s.decision.complete:
-        return Verdict(True, Reason.ROLLOUT_COMPLETE, f"All groups are of revision {s.wish.update}.")
+        return Verdict(True, Reason.ROLLOUT_COMPLETE, told_complete(s.decision, s.wish.replicas, s.wish.update))
     return None
 
 

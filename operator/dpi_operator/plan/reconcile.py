@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,13 +22,13 @@ from dpi_operator.plan.facts import Snapshot
 from dpi_operator.plan.groups import Group, assemble, make_group
 from dpi_operator.plan.guards import build_disruption_budget, build_network_policy, build_service_account, build_state
 from dpi_operator.plan.inferencepool import build_inference_pool
-from dpi_operator.plan.judgement import Scene
+from dpi_operator.plan.judgement import Scene, told_complete
 from dpi_operator.plan.names import A_APPLIED, engine_account, state_config_map
 from dpi_operator.plan.needs import missing
 from dpi_operator.plan.network import Cluster
 from dpi_operator.plan.podgroup import build_pod_group
 from dpi_operator.plan.podmonitor import build_pod_monitor
-from dpi_operator.plan.pods import plan_group
+from dpi_operator.plan.pods import layout, plan_group
 from dpi_operator.plan.podspec import build_pod, own_labels
 from dpi_operator.plan.recovery import Draft, domains_of, exhausted, keep, leave, let_go
 from dpi_operator.plan.report import build_status, settle
@@ -131,9 +131,9 @@ def _wanted_children(
     """
     dpi, selector = newest.dpi, decision.selector
     by_revision = {newest.hash: dpi} | {g.revision: g.dpi for g in groups if g.plans}
-    others = [d for r, d in sorted(by_revision.items()) if r != newest.hash]
-    served = [r for r in (newest.hash, *sorted(by_revision.keys() - {newest.hash})) if selector in ("", r)]
-    reached = [by_revision[r] for r in sorted(served, key=lambda r: r != decision.current)]
+    first = sorted(by_revision, key=lambda r: (r != decision.current, r != newest.hash, r))
+    others = [by_revision[r] for r in sorted(by_revision) if r != newest.hash]
+    reached = [by_revision[r] for r in first if selector in ("", r)]
     wanted = [
         build_service_account(
             dpi,
@@ -143,7 +143,7 @@ def _wanted_children(
         build_internal_service(dpi),
         build_client_service(dpi, selector, reached),
         build_network_policy(dpi, others),
-        build_disruption_budget(dpi, 0 if dpi.spec.suspend else dpi.spec.replicas),
+        build_disruption_budget(dpi, _sizes(newest, decision, groups)),
         build_inference_pool(dpi, selector, reached),
         build_pod_monitor(dpi, others),
         *(
@@ -161,6 +161,14 @@ def _reached_at(index: int, newest: Revision, selector: str, groups: Sequence[Gr
     """The object as the group of this index that serves has it; as it is now where none does."""
     here = [g for g in groups if g.index == index and g.plans and selector in ("", g.revision)]
     return min(here, key=lambda g: (not g.serving, g.revision != newest.hash)).dpi if here else newest.dpi
+
+
+def _sizes(newest: Revision, decision: Decision, groups: Sequence[Group]) -> list[int]:
+    """Pods of each group that is to serve, those that are yet to be made among them."""
+    replicas = 0 if newest.dpi.spec.suspend else newest.dpi.spec.replicas
+    indexes = {i for r, i in decision.wanted if decision.selector in ("", r)}
+    there = [layout(_reached_at(i, newest, decision.selector, groups)).pods for i in sorted(indexes)]
+    return [*there, *[layout(newest.dpi).pods] * (replicas - len(there))]
 
 
 def _children(dpi: DataParallelInference, snapshot: Snapshot, manifests: Sequence[Manifest]) -> list[Action]:
@@ -327,6 +335,8 @@ class _Reconciler:
             k for k, g in self.groups.items() if (d := state.domains.get(g.name)) is not None and d.attempts
         )
         served = self._served(state)
+        made_of = {*self.revisions, *(r for r, _ in self.groups)}  # somebody may delete a ControllerRevision
+        current = state.current if state.current in made_of else ""
         known = self.groups | {k: self._group(k) for k in state.old if k[0] in self.revisions}
         proven = {
             k: g
@@ -335,7 +345,7 @@ class _Reconciler:
         }
         by_hand = wish.rollout.strategy is Strategy.ON_DELETE  # there a group changes by losing its pods
         gone = {} if by_hand else {k: g for k, g in proven.items() if k in state.old and not g.live}
-        decision = decide(wish, self.groups, state.current, state.switched, troubled, self.now, frozenset(proven), gone)
+        decision = decide(wish, self.groups, current, state.switched, troubled, self.now, frozenset(proven), gone)
         wanted = [self._group(key) for key in sorted(decision.wanted, key=lambda k: (k[1], k[0]))]
         leaving = [g for k, g in self.groups.items() if k not in decision.wanted]
         children = self._wanted_children(decision, [*wanted, *leaving])
@@ -399,9 +409,9 @@ class _Reconciler:
             key[0], key[1], {}, self.revisions, self.dpi, self.network, self.snapshot.reports
         )
 
-    def _served(self, state: State, formed: Mapping[str, float] | None = None) -> set[str]:
+    def _served(self, state: State, formed: Collection[str] = ()) -> set[str]:
         """Revisions of which a group has served."""
-        names = {*state.formed, *(formed or ())}
+        names = {*state.formed, *formed}
         return {g.revision for g in self.groups.values() if g.name in names} | set(state.proven)
 
     def _next_state(self, state: State, decision: Decision, wish: Wish, wanted: list[Group]) -> State:
@@ -416,8 +426,9 @@ class _Reconciler:
         if self.held:
             progress, moved = state.progress, False
         others = any(g.live and g.revision != wish.update for g in self.groups.values())
-        stopped = wish.paused or wish.suspended or not wish.replicas
-        rolling = not decision.complete and not stopped and (state.rolling or others)
+        rolling = not decision.complete and not (wish.paused or wish.idle) and (state.rolling or others)
+        served = self._served(state, self.draft.formed)
+        kept = {decision.current, *(r for r, _ in (*decision.wanted, *self.groups))}
         return bounded(
             State(
                 domains=domains,
@@ -428,8 +439,8 @@ class _Reconciler:
                 tried=state.tried,
                 refusal=state.refusal,
                 tried_at=state.tried_at,
-                proven=tuple(sorted(self._served(state, formed) & {r for r, _ in (*decision.wanted, *self.groups)})),
-                old=tuple(sorted(k for k in decision.wanted if k[0] != wish.update and k[0] in self._served(state))),
+                proven=tuple(sorted(served & kept)),
+                old=tuple(sorted(k for k in decision.wanted if k[0] != wish.update and k[0] in served)),
                 dismissed=tuple(sorted(self.draft.dismissed & {p.uid for p in self.snapshot.pods})),
                 progress=progress,
                 progress_at=(self.now if progress else None) if moved else state.progress_at,
@@ -488,13 +499,15 @@ class _Reconciler:
             and last != update
             and (back is not None or (after.rolling and (not before.rolling or before.progress)))
         ):
-            text = f"Revision {update} replaces {last} ({how})."
+            serves = before.current if before.current not in ("", update) else last
+            text = f"Revision {update} replaces {serves} ({how})."
             if back is not None:
-                text = f"Revision {update}, number {back} before, comes back in place of {last} ({how})."
+                text = f"Revision {update}, number {back} before, comes back in place of {serves} ({how})."
             reason = EventReason.ROLLOUT_STARTED if back is None else EventReason.ROLLED_BACK
             events.append(EmitEvent(reason, text, f"{update}/{self.newest.number}"))
         if before.rolling and decision.complete:
-            events.append(EmitEvent(EventReason.ROLLOUT_COMPLETED, f"All groups are of revision {update}.", update))
+            text = told_complete(decision, self.dpi.spec.replicas, update)
+            events.append(EmitEvent(EventReason.ROLLOUT_COMPLETED, text, update))
         if decision.switch and self.dpi.spec.rollout.strategy is Strategy.BLUE_GREEN and before.current:
             text = f"The Service sends requests to revision {decision.current} from now on."
             events.append(EmitEvent(EventReason.TRAFFIC_SWITCHED, text, decision.current))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import chain, count, islice
 
 from dpi_operator.api.reasons import DeleteReason
 from dpi_operator.api.types import Rollout, Strategy
@@ -45,6 +46,11 @@ class Wish:
     paused: bool = False
     suspended: bool = False
 
+    @property
+    def idle(self) -> bool:
+        """No pods are to run."""
+        return self.suspended or self.replicas == 0
+
 
 def count_of(value: int | str, replicas: int, up: bool) -> int:
     """A number or a percentage of `replicas`. Raises ValueError for anything else."""
@@ -80,33 +86,46 @@ def decide(
     they go only within the limits, also while they do not serve. `gone`: those of them that have lost every pod.
     """
     live = {k: g for k, g in groups.items() if g.live} | dict(gone or {})
-    if not any(k[0] == current for k in live) or not current:
-        serving = [k[0] for k, g in live.items() if g.serving]
-        current = wish.update if wish.update in {k[0] for k in live} or not serving else serving[0]
-    if wish.replicas == 0 or wish.suspended:
+    current = _serving_revision(wish, live, current)
+    if wish.idle:
         reason = DeleteReason.SUSPENDED if wish.suspended else DeleteReason.SCALED_DOWN
-        return Decision(current=wish.update, unwanted=dict.fromkeys(live, reason), complete=not groups)
+        complete = not groups and (current == wish.update or not wish.paused)
+        return Decision(current=current, unwanted=dict.fromkeys(live, reason), complete=complete)
     if wish.rollout.strategy is Strategy.BLUE_GREEN:
         return _blue_green(wish, groups, live, current, switched, troubled, now)
     return _by_slots(wish, groups, live, current, troubled, now, proven)
 
 
-def _kept_indexes(indexes: Sequence[int], replicas: int, worth: Mapping[int, tuple[int, int]]) -> list[int]:
-    """`replicas` indexes: of those there the best, then the lowest that are free."""
-    kept = sorted(sorted(set(indexes), key=lambda i: (worth[i], i))[:replicas])
-    free = 0
-    while len(kept) < replicas:
-        if free not in kept:
-            kept.append(free)
-        free += 1
-    return sorted(kept)
+def _serving_revision(wish: Wish, live: Mapping[Key, Group], current: str) -> str:
+    """`current`, unless it has no groups any more; what holds a rollout back does so also while it has none."""
+    by_colour = wish.rollout.strategy is Strategy.BLUE_GREEN
+    held = bool(current) and (wish.paused or (wish.rollout.partition > 0 and not by_colour))
+    if wish.idle:
+        return current if held else wish.update
+    serving = [k[0] for k, g in live.items() if g.serving]
+    revisions = {k[0] for k in live}
+    if current in revisions or (held and not (by_colour and serving)):
+        return current
+    return wish.update if wish.update in revisions or not serving else serving[0]
 
 
-def _worth(live: Mapping[Key, Group], troubled: frozenset[Key]) -> dict[int, tuple[int, int]]:
-    """Per index: (not serving, troubled) of its best group."""
-    worth: dict[int, tuple[int, int]] = {}
+def _kept_indexes(worth: Mapping[int, tuple[bool, ...]], replicas: int, ending: set[int]) -> list[int]:
+    """`replicas` indexes: of those there the best, then those whose groups are `ending`, then the lowest free ones.
+
+    So a group that is on its way out is waited for, and none is made beside it under another index.
+    """
+    kept = sorted(worth, key=lambda i: (worth[i], i))[:replicas]
+    free = chain(sorted(ending - worth.keys()), (i for i in count() if i not in worth and i not in ending))
+    return sorted([*kept, *islice(free, replicas - len(kept))])
+
+
+def _worth(
+    live: Mapping[Key, Group], troubled: frozenset[Key], now: float, min_ready: int
+) -> dict[int, tuple[bool, ...]]:
+    """Per index: (not serving, not available, troubled) of its best group."""
+    worth: dict[int, tuple[bool, ...]] = {}
     for key, group in live.items():
-        value = (int(not group.serving), int(key in troubled))
+        value = (not group.serving, not group.available(now, min_ready), key in troubled)
         worth[key[1]] = min(worth.get(key[1], value), value)
     return worth
 
@@ -123,7 +142,7 @@ def _by_slots(
     """RollingUpdate and OnDelete: each index is a slot that holds one group, two while it surges."""
     decision = Decision(current=current)
     min_ready = wish.rollout.min_ready_seconds
-    kept = _kept_indexes([k[1] for k in live], wish.replicas, _worth(live, troubled))
+    kept = _kept_indexes(_worth(live, troubled, now, min_ready), wish.replicas, {k[1] for k in groups})
     away, above = limits(wish.rollout, wish.replicas)
     for key in live:
         if key[1] not in kept:
@@ -144,7 +163,8 @@ def _by_slots(
     up = sum(1 for here in slots.values() if any(available(k) for k in here))
     least = wish.replicas - away
     coming = sum(1 for i, here in slots.items() if (targets[i], i) in here and not any(available(k) for k in here))
-    surging = sum(1 for i in kept if len({k[0] for k in groups if k[1] == i}) > 1)
+    there = groups.keys() | live.keys()
+    surging = len(there) - len({k[1] for k in there}.intersection(kept))  # all but one per slot
 
     candidates: list[tuple[int, Key]] = []
     for i, here in slots.items():
@@ -163,7 +183,7 @@ def _by_slots(
                     decision.wanted.append(key)
             continue
         # A slot never holds more than one old group; if it does, the one that serves stays.
-        best = min(old, key=lambda k: (not live[k].serving, k[0] != current, k[0]))
+        best = min(old, key=lambda k: (not live[k].serving, not available(k), k[0] != current, k[0]))
         for key in old:
             if key != best:
                 decision.unwanted[key] = DeleteReason.NEW_REVISION
@@ -186,7 +206,7 @@ def _by_slots(
         else:
             decision.wanted.append(old_key)
 
-    _wait_for_room(decision, groups, above)
+    _wait_for_room(decision, groups)
     updated = sum(1 for k in decision.wanted if k[0] == wish.update)
     goal = {(targets[i], i) for i in kept}
     decision.waits_for_delete = wish.rollout.strategy is Strategy.ON_DELETE and updated < wish.replicas
@@ -198,7 +218,7 @@ def _by_slots(
     return decision
 
 
-def _wait_for_room(decision: Decision, groups: Mapping[Key, Group], above: int) -> None:
+def _wait_for_room(decision: Decision, groups: Mapping[Key, Group]) -> None:
     """A new group waits until the old one of its slot is gone, unless it may surge beside it."""
     for key in list(decision.wanted):
         if key in groups:
@@ -234,7 +254,8 @@ def _blue_green(
 
     def keep(revision: str) -> list[Key]:
         mine = {k: g for k, g in live.items() if k[0] == revision}
-        kept = _kept_indexes([k[1] for k in mine], wish.replicas, _worth(mine, troubled))
+        worth, ending = _worth(mine, troubled, now, min_ready), {k[1] for k in groups if k[0] == revision}
+        kept = _kept_indexes(worth, wish.replicas, ending)
         for key in mine:
             if key[1] not in kept:
                 decision.unwanted[key] = DeleteReason.SCALED_DOWN
