@@ -10,6 +10,7 @@
 #define PARTS (PANEL / VW)
 #define ROW_BLOCK 96 /* rows that stay in the second-level cache while the panels pass by */
 #define MOST_ROWS 6
+#define MOST_PANELS 4 /* at once, with one row */
 #define AHEAD 4096 /* bytes of weights asked for in advance */
 
 typedef struct {
@@ -20,53 +21,51 @@ typedef struct {
     i64 n, in, out;
 } linear_args;
 
-/* nr rows times one panel. With few rows, `split` independent sums hide the latency of the multiply-adds. */
-INLINE void block(const linear_args *a, i64 row, i64 panel, const int nr, const int split) {
+/* nr rows times np panels, from `panel` on. Every sum is one chain over the inputs, however many rows there are: what a row
+ * gives does not depend on the rows beside it, nor a request's tokens on its batch. With few rows, several panels at once
+ * hide the latency of the multiply-adds. */
+INLINE void block(const linear_args *a, i64 row, i64 panel, const int nr, const int np) {
     const i64 K = a->in, pairs = (K + 1) / 2, full = K / 2, at = panel * PANEL;
-    const b16 *w = a->w + panel * pairs * PANEL * 2;
+    const i64 size = pairs * PANEL * 2;
+    const b16 *w = a->w + panel * size;
     const float *x = a->x + row * K;
-    vf acc[MOST_ROWS][PARTS][4];
+    vf acc[MOST_ROWS][MOST_PANELS * PARTS];
     for (int r = 0; r < nr; ++r)
-        for (int j = 0; j < PARTS; ++j)
-            for (int u = 0; u < split; ++u) acc[r][j][u] = v_zero();
-    const int step = split > 1 ? split / 2 : 1; /* pairs at once; each pair has two sums when split */
+        for (int j = 0; j < np * PARTS; ++j) acc[r][j] = v_zero();
     i64 i = 0;
-    for (; i + step <= full; i += step)
-        for (int u = 0; u < step; ++u) {
-            const b16 *row_w = w + (i + u) * PANEL * 2;
-            const int even = split > 1 ? 2 * u : 0, odd = split > 1 ? 2 * u + 1 : 0;
+    for (; i < full; ++i) {
+        const b16 *row_w = w + i * PANEL * 2;
+        vf half[MOST_PANELS * PARTS];
+        for (int j = 0; j < np * PARTS; ++j) {
+            const b16 *from = row_w + j / PARTS * size + j % PARTS * VW * 2;
             /* Weights come from memory as fast as they are asked for. Past the end is harmless. */
-            __builtin_prefetch((const char *)row_w + AHEAD);
-            vf half[PARTS];
-            for (int j = 0; j < PARTS; ++j) half[j] = v_low(v_ldi(row_w + j * VW * 2));
-            for (int r = 0; r < nr; ++r) {
-                const vf from = v_set(x[r * K + 2 * (i + u)]);
-                for (int j = 0; j < PARTS; ++j) acc[r][j][even] = v_fma(half[j], from, acc[r][j][even]);
-            }
-            /* Read the row again rather than keep it: AVX2 has 16 registers, and 12 hold sums. */
-            __asm__("" : "+r"(row_w));
-            for (int j = 0; j < PARTS; ++j) half[j] = v_high(v_ldi(row_w + j * VW * 2));
-            for (int r = 0; r < nr; ++r) {
-                const vf from = v_set(x[r * K + 2 * (i + u) + 1]);
-                for (int j = 0; j < PARTS; ++j) acc[r][j][odd] = v_fma(half[j], from, acc[r][j][odd]);
-            }
+            if (j % PARTS == 0) __builtin_prefetch((const char *)from + AHEAD);
+            half[j] = v_low(v_ldi(from));
         }
-    for (; i < pairs; ++i)
-        for (int j = 0; j < PARTS; ++j) {
-            vi raw = v_ldi(w + i * PANEL * 2 + j * VW * 2);
-            for (int r = 0; r < nr; ++r) {
-                acc[r][j][0] = v_fma(v_low(raw), v_set(x[r * K + 2 * i]), acc[r][j][0]);
-                if (2 * i + 1 < K) acc[r][j][0] = v_fma(v_high(raw), v_set(x[r * K + 2 * i + 1]), acc[r][j][0]);
-            }
+        for (int r = 0; r < nr; ++r) {
+            const vf from = v_set(x[r * K + 2 * i]);
+            for (int j = 0; j < np * PARTS; ++j) acc[r][j] = v_fma(half[j], from, acc[r][j]);
+        }
+        /* Read the row again rather than keep it: AVX2 has 16 registers, and 12 hold sums. */
+        __asm__("" : "+r"(row_w));
+        for (int j = 0; j < np * PARTS; ++j) half[j] = v_high(v_ldi(row_w + j / PARTS * size + j % PARTS * VW * 2));
+        for (int r = 0; r < nr; ++r) {
+            const vf from = v_set(x[r * K + 2 * i + 1]);
+            for (int j = 0; j < np * PARTS; ++j) acc[r][j] = v_fma(half[j], from, acc[r][j]);
+        }
+    }
+    if (i < pairs) /* an odd input is left */
+        for (int j = 0; j < np * PARTS; ++j) {
+            const vf low = v_low(v_ldi(w + j / PARTS * size + i * PANEL * 2 + j % PARTS * VW * 2));
+            for (int r = 0; r < nr; ++r) acc[r][j] = v_fma(low, v_set(x[r * K + 2 * i]), acc[r][j]);
         }
     for (int r = 0; r < nr; ++r)
-        for (int j = 0; j < PARTS; ++j) {
-            vf sum = acc[r][j][0];
-            for (int u = 1; u < split; ++u) sum = v_add(sum, acc[r][j][u]);
+        for (int j = 0; j < np * PARTS; ++j) {
             const i64 column = at + j * VW;
             if (column >= a->out) break;
             const int left = a->out - column < VW ? (int)(a->out - column) : VW;
             float *y = a->y + (row + r) * a->out + column;
+            vf sum = acc[r][j];
             if (left == VW) {
                 if (a->bias) sum = v_add(sum, v_ldf(a->bias + column));
                 v_stf(y, sum);
@@ -81,12 +80,17 @@ static void panels(void *ctx, i64 begin, i64 end) {
     const linear_args *a = ctx;
     for (i64 r0 = 0; r0 < a->n; r0 += ROW_BLOCK) {
         const i64 rows = min_i64(ROW_BLOCK, a->n - r0), blocks = (rows + MOST_ROWS - 1) / MOST_ROWS;
-        for (i64 p = begin; p < end; ++p)
+        i64 p = begin;
+        if (rows == 1)
+            for (; p + 4 <= end; p += 4) block(a, r0, p, 1, 4);
+        if (rows == 2)
+            for (; p + 2 <= end; p += 2) block(a, r0, p, 2, 2);
+        for (; p < end; ++p)
             for (i64 b = 0; b < blocks; ++b) {
                 const i64 from = r0 + rows * b / blocks, to = r0 + rows * (b + 1) / blocks; /* blocks of even height */
                 switch (to - from) {
-                case 1: block(a, from, p, 1, 4); break;
-                case 2: block(a, from, p, 2, 2); break;
+                case 1: block(a, from, p, 1, 1); break;
+                case 2: block(a, from, p, 2, 1); break;
                 case 3: block(a, from, p, 3, 1); break;
                 case 4: block(a, from, p, 4, 1); break;
                 case 5: block(a, from, p, 5, 1); break;
