@@ -116,8 +116,8 @@ def test_flags_win_over_environment_over_yaml_over_default(tmp_path):
 @pytest.mark.parametrize(
     ("argv", "env", "words"),
     [
-        (["m", "--max-model-len", "abc"], {}, ["flag --max-model-len", "whole number of at least 1", "'abc'"]),
-        (["m", "--max-model-len", "0"], {}, ["flag --max-model-len", "at least 1", "'0'"]),
+        (["m", "--max-model-len", "abc"], {}, ["flag --max-model-len", "whole number of at least 2", "'abc'"]),
+        (["m", "--max-model-len", "0"], {}, ["flag --max-model-len", "at least 2", "'0'"]),
         (["m", "--port", "70000"], {}, ["flag --port", "1..65535", "'70000'"]),
         (["m", "--port", "1_0"], {}, ["flag --port", "'1_0'"]),
         (
@@ -303,7 +303,7 @@ def test_flags_round_trip(settings):
 
 @given(any_settings())
 def test_flags_round_trip_whatever_the_environment_says_of_the_same_fields(settings):
-    env = {f.env: "1" for f in FIELDS if f.kind is int and f.name != "num_gpu_blocks_override"}
+    env = {f.env: str(max(1, f.flag.low or 1)) for f in FIELDS if f.kind is int and f.name != "num_gpu_blocks_override"}
     changed = {f.name for f in st.changed(settings)}
     got = read(to_flags(settings), env)
     for field in FIELDS:

@@ -76,7 +76,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     ] = "auto"
     max_model_len: Annotated[
         int | None,
-        Flag(MODEL, "longest prompt plus answer, in tokens (unset: what the model was made for)", low=1, shared=True),
+        Flag(MODEL, "longest prompt plus answer, in tokens (unset: what the model was made for)", low=2, shared=True),
     ] = None
     load_format: Annotated[
         str,
@@ -341,7 +341,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     enable_dev_endpoints: Annotated[
         bool, Flag(SERVER, "serve /sleep, /wake_up, /pause, /resume and /reset_prefix_cache on the HTTP port")
     ] = False
-    trust_request_chat_template: Annotated[bool, Flag(SERVER, "let requests bring their own chat template")] = False
+    trust_request_chat_template: Annotated[
+        bool,
+        Flag(
+            SERVER,
+            "let requests bring their own chat template; it may take any time and memory, so trust them",
+        ),
+    ] = False
     api_server_count: Annotated[
         int | None,
         Flag(
