@@ -71,6 +71,20 @@ def check(
     close(got, truth(x, ids, weights, experts), dtype, bf16=0.03)
 
 
+@pytest.mark.parametrize(("isa", "dtype"), KINDS, ids=kind_name)
+@pytest.mark.parametrize("hidden", [64, 101, 1])
+def test_a_row_has_the_same_answer_alone_and_among_others(isa, dtype, hidden):
+    """Bit for bit, with experts that have one row and many: else tokens depend on the batch that a request is in."""
+    ops = backend(isa, dtype)
+    experts = matrices(5, hidden, 49, dtype)
+    packed = ops.pack_experts(5, hidden, 49, experts.__getitem__)
+    x, (ids, weights) = made(40, hidden, seed=5).to(ops.dtype), choices(40, 3, 5)
+    alone = torch.cat([ops.experts(*(t[i : i + 1].contiguous() for t in (x, ids, weights)), packed) for i in range(40)])
+    for n in (2, 3, 5, 7, 40):
+        got = ops.experts(*(t[:n].contiguous() for t in (x, ids, weights)), packed)
+        assert torch.equal(got, alone[:n]), n
+
+
 @pytest.mark.parametrize(("isa", "dtype"), BACKENDS, ids=kind_name)
 @pytest.mark.parametrize(
     ("hidden", "inner"), [(64, 48), (96, 80), (33, 7), (16, 16), (130, 17), (2, 2), (1, 1), (200, 129)]

@@ -9,25 +9,27 @@
 
 #define PANEL 16
 #define PARTS (PANEL / VW)
-#define TOGETHER (VW == 16 ? 2 : 1) /* panels whose sums fit in registers beside each other */
 #define MOST_ROWS 6
+#define TOGETHER_ROWS (VW == 16 ? 6 : 3) /* so many rows' sums of two panels fit in registers beside each other */
+#define CHAINS (VW == 16 ? 2 : 1)        /* of multiply-adds for each sum, which hides their latency */
 #define AHEAD 2048 /* bytes of weights asked for in advance */
 
 /* How products are made: float32 weights; bfloat16 weights widened; bfloat16 weights and rows multiplied as such. */
 enum { FLOAT32, WIDENED, DOT };
 
-/* sums[r][0 : 16 np] = row r times np panels, for nr rows of K elements. Odd K: the panels are padded, rows are not. */
+/* sums[r][0 : 16 np] = row r times np panels, for nr rows of K elements. Odd K: the panels are padded, rows are not.
+ * The order of a sum is the same for any nr and np: what a row gives does not depend on the rows beside it. */
 INLINE void product(const void *const *x, const void *const *w, float (*sums)[2 * PANEL], i64 K, const int nr, const int np,
-                    const int split, const int mode) {
-    vf acc[MOST_ROWS][TOGETHER * PARTS][4];
+                    const int mode) {
+    vf acc[MOST_ROWS][2 * PARTS][CHAINS];
     for (int r = 0; r < nr; ++r)
         for (int j = 0; j < np * PARTS; ++j)
-            for (int u = 0; u < split; ++u) acc[r][j][u] = v_zero();
+            for (int u = 0; u < CHAINS; ++u) acc[r][j][u] = v_zero();
     if (mode == FLOAT32) {
         i64 i = 0;
-        for (; i + split <= K; i += split)
-            for (int u = 0; u < split; ++u) {
-                vf col[TOGETHER * PARTS];
+        for (; i + CHAINS <= K; i += CHAINS)
+            for (int u = 0; u < CHAINS; ++u) {
+                vf col[2 * PARTS];
                 for (int j = 0; j < np * PARTS; ++j) {
                     const float *from = (const float *)w[j / PARTS] + (i + u) * PANEL;
                     __builtin_prefetch((const char *)from + AHEAD);
@@ -46,9 +48,9 @@ INLINE void product(const void *const *x, const void *const *w, float (*sums)[2 
     } else {
         const i64 whole = K / 2;
         i64 i = 0;
-        for (; i + split <= whole; i += split)
-            for (int u = 0; u < split; ++u) {
-                vi col[TOGETHER * PARTS];
+        for (; i + CHAINS <= whole; i += CHAINS)
+            for (int u = 0; u < CHAINS; ++u) {
+                vi col[2 * PARTS];
                 for (int j = 0; j < np * PARTS; ++j) {
                     const b16 *from = (const b16 *)w[j / PARTS] + (i + u) * PANEL * 2;
                     __builtin_prefetch((const char *)from + AHEAD);
@@ -90,16 +92,15 @@ INLINE void product(const void *const *x, const void *const *w, float (*sums)[2 
     for (int r = 0; r < nr; ++r)
         for (int j = 0; j < np * PARTS; ++j) {
             vf sum = acc[r][j][0];
-            for (int u = 1; u < split; ++u) sum = v_add(sum, acc[r][j][u]);
+            for (int u = 1; u < CHAINS; ++u) sum = v_add(sum, acc[r][j][u]);
             v_stf(sums[r] + j * VW, sum);
         }
 }
 
-/* Few rows get more sums each, which hides the latency of the multiply-adds. */
-#define BY_ROWS(OF) switch (nr) { OF(1, 4) OF(2, 2) OF(3, 1) OF(4, 1) OF(5, 1) OF(6, 1) }
+#define BY_ROWS(OF) switch (nr) { OF(1) OF(2) OF(3) OF(4) OF(5) OF(6) }
 
 INLINE void one_panel(const void *const *x, const void *panel, float (*sums)[2 * PANEL], i64 K, int nr, const int mode) {
-#define ROWS_OF(NR, SPLIT) case NR: product(x, &panel, sums, K, NR, 1, SPLIT, mode); break;
+#define ROWS_OF(NR) case NR: product(x, &panel, sums, K, NR, 1, mode); break;
     BY_ROWS(ROWS_OF)
 #undef ROWS_OF
 }
@@ -108,11 +109,11 @@ INLINE void one_panel(const void *const *x, const void *panel, float (*sums)[2 *
 INLINE void two_panels(const void *const *x, const void *first, const void *second, float (*sums)[2 * PANEL], i64 K, int nr,
                        const int mode) {
     const void *w[2] = {first, second};
-#define ROWS_OF(NR, SPLIT) case NR: \
-        if (TOGETHER == 2) product(x, w, sums, K, NR, TOGETHER, SPLIT, mode); \
+#define ROWS_OF(NR) case NR: \
+        if (NR <= TOGETHER_ROWS) product(x, w, sums, K, NR, 2, mode); \
         else { \
-            product(x, w, sums, K, NR, 1, SPLIT, mode); \
-            product(x, w + 1, (float (*)[2 * PANEL])(sums[0] + PANEL), K, NR, 1, SPLIT, mode); \
+            product(x, w, sums, K, NR, 1, mode); \
+            product(x, w + 1, (float (*)[2 * PANEL])(sums[0] + PANEL), K, NR, 1, mode); \
         } \
         break;
     BY_ROWS(ROWS_OF)
