@@ -17,6 +17,15 @@ app.kubernetes.io/name: {{ include "dpi-operator.name" . }}
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end }}
 
+{{/* Values of labels and the like as text: Helm reads 5 and true as something else, which Kubernetes refuses. */}}
+{{- define "dpi-operator.texts" -}}
+{{- $texts := dict }}
+{{- range $key, $value := . }}
+{{- $_ := set $texts $key (kindIs "string" $value | ternary $value (toJson $value)) }}
+{{- end }}
+{{- toYaml $texts }}
+{{- end }}
+
 {{- define "dpi-operator.labels" -}}
 {{ include "dpi-operator.selectorLabels" . }}
 app.kubernetes.io/component: operator
@@ -25,7 +34,7 @@ app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- with .Values.commonLabels }}
-{{ toYaml . }}
+{{ include "dpi-operator.texts" . }}
 {{- end }}
 {{- end }}
 

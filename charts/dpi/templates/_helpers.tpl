@@ -2,11 +2,20 @@
 {{- default .Release.Name .Values.fullnameOverride }}
 {{- end }}
 
+{{/* Values of labels and the like as text: Helm reads 5 and true as something else, which Kubernetes refuses. */}}
+{{- define "dpi.texts" -}}
+{{- $texts := dict }}
+{{- range $key, $value := . }}
+{{- $_ := set $texts $key (kindIs "string" $value | ternary $value (toJson $value)) }}
+{{- end }}
+{{- toYaml $texts }}
+{{- end }}
+
 {{- define "dpi.labels" -}}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- with .Values.labels }}
-{{ toYaml . }}
+{{ include "dpi.texts" . }}
 {{- end }}
 {{- end }}
 
