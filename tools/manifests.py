@@ -56,7 +56,7 @@ def values_schema() -> dict[str, Any]:
     image.pop("minLength")  # the chart has a default
     spec["properties"]["engine"].pop("required")
     spec["properties"]["replicas"]["type"] = ["integer", "null"]
-    text_map = {"type": "object", "additionalProperties": {"type": "string"}}
+    text_map = {"type": "object", "additionalProperties": {"type": ["string", "number", "boolean"]}}
     own = {
         "fullnameOverride": {"type": "string", "pattern": "^([a-z]([-a-z0-9]*[a-z0-9])?)?$", "maxLength": 40},
         "labels": text_map,

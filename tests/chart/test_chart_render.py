@@ -335,6 +335,18 @@ def test_labels_and_the_like_are_texts_whatever_they_look_like(chart):
         check_object(document)
 
 
+@pytest.mark.parametrize("word", ["123", "1e3", "on", "null"])
+def test_names_of_releases_and_namespaces_are_texts_whatever_they_look_like(word):
+    done = helm("template", word, str(OPERATOR), "--namespace", word, "--set-string", f"nameOverride={word}")
+    objects = [d for d in yaml.safe_load_all(done.stdout) if d]
+    assert {o["metadata"].get("namespace", word) for o in objects} == {word}
+    for labels in (one(objects, "Deployment")["spec"]["selector"]["matchLabels"], objects[0]["metadata"]["labels"]):
+        assert (labels["app.kubernetes.io/name"], labels["app.kubernetes.io/instance"]) == (word, word)
+    if word.isalpha():  # as names of our objects have to begin
+        (made,) = yaml.safe_load_all(helm("template", word, str(ONE), "--namespace", word).stdout)
+        assert (made["metadata"]["name"], made["metadata"]["namespace"]) == (word, word)
+
+
 def test_a_monitor_of_a_service_that_is_not_made_is_refused():
     off = {"metrics": {"enabled": False, "serviceMonitor": {"enabled": True}}}
     assert "metrics.serviceMonitor.enabled without metrics.enabled" in refusal(OPERATOR, off)

@@ -133,6 +133,23 @@ def test_without_surge_a_new_group_waits_until_the_old_one_is_gone():
     assert world.revisions() == {world.status.update_revision}
 
 
+def test_groups_that_wait_for_their_old_pods_to_end_have_not_joined():
+    world = up(replicas=2, rollout={"maxUnavailable": 2})
+    world.instant = False
+    image(world, 2)
+    world.settle()
+    assert all(p.deleting is not None for p in world.pods.values())
+    scheduled, joined = world.condition("Scheduled"), world.condition("HandshakeComplete")
+    assert (scheduled.status, scheduled.reason) == ("False", "PodsPending")
+    assert scheduled.message == "0 of 4 pods exist. 2 groups wait until their old pods have ended."
+    assert (joined.status, joined.reason) == ("False", "Rank0NotReady")
+    assert joined.message == "2 groups have no pods yet."
+    for name in list(world.pods):
+        world.remove(name)
+    run_down(world)
+    assert world.condition("HandshakeComplete").status == "True"
+
+
 def test_a_rollout_stops_at_a_group_that_does_not_come_up_and_goes_on_when_the_image_is_mended():
     world = up(replicas=3)
     image(world, "bad")

@@ -10,6 +10,8 @@ from api_model import ApiModel
 from operator_world import document
 
 from dpi_engine.cli import main as dpi
+from dpi_engine.launch.exit_codes import EXIT_USAGE
+from dpi_operator.__main__ import main as operator_main
 from dpi_operator.apply import refusals
 from dpi_operator.apply.client import Api
 from dpi_operator.apply.events import Events
@@ -575,3 +577,13 @@ def test_a_kubeconfig_that_is_none_is_named(command, text, tmp_path, monkeypatch
 def test_a_name_is_one_name(name, capsys):
     assert dpi(["status", name]) == 2
     assert f"expected the name of an object alone, such as smollm2, got {name!r}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "flags", [("--workers", "0"), ("--api-concurrency", "0"), ("--metrics-port", "99999"), ("--webhook-port", "-1")]
+)
+def test_numbers_with_which_nothing_would_ever_be_done_are_refused(flags, capsys):
+    with pytest.raises(SystemExit) as end:
+        operator_main(["run", *flags])
+    assert end.value.code == EXIT_USAGE
+    assert f"argument {flags[0]}: expected a whole number" in capsys.readouterr().err

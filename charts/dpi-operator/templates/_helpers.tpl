@@ -13,8 +13,8 @@
 {{- end }}
 
 {{- define "dpi-operator.selectorLabels" -}}
-app.kubernetes.io/name: {{ include "dpi-operator.name" . }}
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/name: {{ include "dpi-operator.name" . | quote }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end }}
 
 {{/* Values of labels and the like as text: Helm reads 5 and true as something else, which Kubernetes refuses. */}}

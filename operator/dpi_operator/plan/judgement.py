@@ -14,6 +14,7 @@ from dpi_operator.plan.consistency import RESOLVED, Mismatch, compare_reported, 
 from dpi_operator.plan.facts import PodFacts
 from dpi_operator.plan.groups import Group
 from dpi_operator.plan.modes import every_pod_serves, independent_servers
+from dpi_operator.plan.pods import layout
 from dpi_operator.plan.recovery import (
     domains_of,
     exhausted,
@@ -76,6 +77,13 @@ class Scene:
     def waiting(self) -> list[Group]:
         """Wanted groups that are not ready."""
         return [g for g in self.groups if not g.ready]
+
+    @property
+    def unmade(self) -> int:
+        """Groups that are to be made once the old ones of their indexes have gone."""
+        if self.wish.idle or self.decision is None:
+            return 0
+        return max(0, self.wish.replicas - len({g.index for g in self.groups}))
 
     @property
     def unready_pods(self) -> list[PodFacts]:
@@ -242,10 +250,14 @@ def _no_node(s: Scene) -> Verdict | None:
 
 def _no_pods_yet(s: Scene) -> Verdict | None:
     absent = [g for g in s.groups if len(g.pods) < len(g.plans)]
-    if not absent:
+    if not absent and not s.unmade:
         return None
     made, all_of_them = sum(len(g.pods) for g in absent), sum(len(g.plans) for g in absent)
-    return Verdict(False, Reason.PODS_PENDING, f"{made} of {all_of_them} pods exist.")
+    text = f"{made} of {all_of_them + s.unmade * layout(s.dpi).pods} pods exist."
+    if s.unmade:
+        waits = "waits until its old pods have" if s.unmade == 1 else "wait until their old pods have"
+        text += f" {counted(s.unmade, 'group')} {waits} ended."
+    return Verdict(False, Reason.PODS_PENDING, text)
 
 
 # -- HandshakeComplete ---------------------------------------------------------------------------------------------
@@ -325,13 +337,11 @@ def _handshake(s: Scene) -> Verdict | None:
 
 
 def _pods_missing(s: Scene) -> Verdict | None:
-    empty = [g for g in s.waiting if not g.pods]
+    empty = sum(1 for g in s.waiting if not g.pods) + s.unmade
     if not empty:
         return None
     return Verdict(
-        False,
-        Reason.RANK0_NOT_READY,
-        f"{counted(len(empty), 'group')} {'has' if len(empty) == 1 else 'have'} no pods yet.",
+        False, Reason.RANK0_NOT_READY, f"{counted(empty, 'group')} {'has' if empty == 1 else 'have'} no pods yet."
     )
 
 
