@@ -127,9 +127,8 @@ def measure(model: Model, step: StepTensors, seconds: float) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    features = build.cpu_features()
-    here = [isa for isa, needed in build.ISA_FEATURES.items() if features.issuperset(needed)]
-    parser.add_argument("--isa", default=",".join(here), help="comma-separated: all that this processor has")
+    here = ",".join(build.possible_isas(build.cpu_features()))
+    parser.add_argument("--isa", default=here, help="comma-separated: all that this processor has")
     parser.add_argument("--dtype", default="bfloat16", help="comma-separated: bfloat16, float32")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--seconds", type=float, default=2.0, help="per measurement")

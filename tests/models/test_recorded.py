@@ -6,15 +6,16 @@ import pytest
 import torch
 from model_oracle import Oracle, PagedBatch, make_oracle, random_ids
 
-from dpi_engine.ops import OpsUnavailable
+from dpi_engine.ops import OpsUnavailable, build
 from dpi_engine.ops.interface import StepTensors
 
 FAMILIES = (
     "llama-64-untied", "llama-80-tied", "llama-biases", "mistral-96-window", "qwen3-128", "mixtral",
     "qwen3-moe-some-dense",
 )  # fmt: skip
-CASES = [(family, isa, None) for family in FAMILIES for isa in ("avx2", "avx512bf16")]
-CASES += [(family, "avx512bf16", "int8") for family in ("llama-biases", "qwen3-128")]
+HERE = [isa for isa in ("avx2", "avx512bf16") if isa in build.possible_isas(build.cpu_features())]
+CASES = [(family, isa, None) for family in FAMILIES for isa in HERE]
+CASES += [(family, isa, "int8") for family in ("llama-biases", "qwen3-128") for isa in HERE if isa != "avx2"]
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(filter(None, case)))

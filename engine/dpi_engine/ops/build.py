@@ -72,6 +72,11 @@ def cpu_features() -> frozenset[str]:
     return frozenset()
 
 
+def possible_isas(features: frozenset[str]) -> list[str]:
+    """The instruction sets that `features` have all of, best first."""
+    return [isa for isa, needed in ISA_FEATURES.items() if features.issuperset(needed)]
+
+
 def choose_isa(features: frozenset[str], forced: str | None = None) -> str:
     """The best instruction set among `features`, or the `forced` one (DPI_CPU_ISA). Raises OpsUnavailable, and
     SettingsError where the forced one cannot be had: plain PyTorch in its place is not what was asked for.
@@ -83,9 +88,8 @@ def choose_isa(features: frozenset[str], forced: str | None = None) -> str:
         if lacking:
             raise SettingsError(f"DPI_CPU_ISA={forced}: this processor lacks {', '.join(lacking)}; leave it out")
         return forced
-    for isa, needed in ISA_FEATURES.items():
-        if features.issuperset(needed):
-            return isa
+    if possible := possible_isas(features):
+        return possible[0]
     raise OpsUnavailable(
         f"the CPU kernels need an x86-64 processor with {', '.join(ISA_FEATURES['avx2'])}; "
         f"this one ({platform.machine()}) has not all of them"
