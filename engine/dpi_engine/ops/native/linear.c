@@ -10,7 +10,7 @@
 #define PARTS (PANEL / VW)
 #define ROW_BLOCK 96 /* rows that stay in the second-level cache while the panels pass by */
 #define MOST_ROWS 6
-#define MOST_PANELS 4 /* at once, with one row */
+#define MOST_PANELS 4 /* at once, with one row; half as many with two */
 #define AHEAD 4096 /* bytes of weights asked for in advance */
 
 typedef struct {
@@ -82,9 +82,9 @@ static void panels(void *ctx, i64 begin, i64 end) {
         const i64 rows = min_i64(ROW_BLOCK, a->n - r0), blocks = (rows + MOST_ROWS - 1) / MOST_ROWS;
         i64 p = begin;
         if (rows == 1)
-            for (; p + 4 <= end; p += 4) block(a, r0, p, 1, 4);
+            for (; p + MOST_PANELS <= end; p += MOST_PANELS) block(a, r0, p, 1, MOST_PANELS);
         if (rows == 2)
-            for (; p + 2 <= end; p += 2) block(a, r0, p, 2, 2);
+            for (; p + MOST_PANELS / 2 <= end; p += MOST_PANELS / 2) block(a, r0, p, 2, MOST_PANELS / 2);
         for (; p < end; ++p)
             for (i64 b = 0; b < blocks; ++b) {
                 const i64 from = r0 + rows * b / blocks, to = r0 + rows * (b + 1) / blocks; /* blocks of even height */
