@@ -59,7 +59,7 @@ def open_missing() -> None:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest number, which is this
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - as long as the process lives
 
 
 def _silence(stream: IO[str]) -> None:
