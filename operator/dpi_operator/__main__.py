@@ -6,14 +6,14 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
 from dpi_engine.config.logs import LEVELS, setup_logging
 from dpi_engine.launch.exit_codes import EXIT_USAGE
 from dpi_engine.standard_streams import HelpParser, run_command
-from dpi_engine.tools.arguments import path, wrong_seconds
+from dpi_engine.tools.arguments import path, whole, wrong_seconds
 
 ACCOUNT_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
@@ -28,20 +28,6 @@ def _own_namespace() -> str:
         return "default"
 
 
-def _whole(least: int, most: int | None = None) -> Callable[[str], int]:
-    """A whole number of at least `least`, at most `most`. For argparse."""
-
-    def number(text: str) -> int:
-        value = int(text)
-        if value < least or (most is not None and value > most):
-            bounds = f"of {least} or more" if most is None else f"from {least} to {most}"
-            raise argparse.ArgumentTypeError(f"expected a whole number {bounds}, got {text}")
-        return value
-
-    number.__name__ = "int"  # as messages of argparse call it
-    return number
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = HelpParser(prog="dpi-operator", description="Operator of DataParallelInference objects.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -50,16 +36,16 @@ def _parser() -> argparse.ArgumentParser:
         "--namespace", action="append", default=[], metavar="NS", help="look after this namespace only (repeatable)"
     )
     run.add_argument(
-        "--metrics-port", type=_whole(0, MOST_PORT), default=8080, help="port of /healthz, /readyz, /metrics (8080)"
+        "--metrics-port", type=whole(0, MOST_PORT), default=8080, help="port of /healthz, /readyz, /metrics (8080)"
     )
     run.add_argument("--lease-namespace", default=None, metavar="NS", help="where the lease is (the pod's namespace)")
     run.add_argument("--lease-name", default="dpi-operator", metavar="NAME", help="name of the lease")
-    run.add_argument("--workers", type=_whole(1), default=10, help="objects planned at the same time (10)")
-    run.add_argument("--api-concurrency", type=_whole(1), default=20, help="API calls at the same time (20)")
+    run.add_argument("--workers", type=whole(1), default=10, help="objects planned at the same time (10)")
+    run.add_argument("--api-concurrency", type=whole(1), default=20, help="API calls at the same time (20)")
     run.add_argument("--resync-seconds", type=float, default=600.0, help="every object is looked at this often (600)")
     run.add_argument("--cluster-domain", default="cluster.local", help="DNS domain of the cluster")
     run.add_argument(
-        "--webhook-port", type=_whole(0, MOST_PORT), default=None, help="port of the validating webhook (no webhook)"
+        "--webhook-port", type=whole(0, MOST_PORT), default=None, help="port of the validating webhook (no webhook)"
     )
     run.add_argument(
         "--webhook-certificates",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 
@@ -24,6 +25,20 @@ def finite(text: str) -> float:
         number = math.nan
     if not math.isfinite(number):
         raise argparse.ArgumentTypeError(f"expected a number, got {text!r}")
+    return number
+
+
+def whole(least: int, most: int | None = None) -> Callable[[str], int]:
+    """A whole number of at least `least`, at most `most`. For argparse."""
+
+    def number(text: str) -> int:
+        value = int(text)
+        if value < least or (most is not None and value > most):
+            bounds = f"of {least} or more" if most is None else f"from {least} to {most}"
+            raise argparse.ArgumentTypeError(f"expected a whole number {bounds}, got {text}")
+        return value
+
+    number.__name__ = "int"  # as messages of argparse call it
     return number
 
 
