@@ -4,10 +4,13 @@ import asyncio
 import os
 import signal
 import socket
+import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import aiohttp
+import psutil
 import pytest
 from rich.console import Console
 from rich.live import Live
@@ -18,6 +21,15 @@ from dpi_operator.local.pods import BACKOFF_MAX_S, PodProcess, backoff
 from dpi_operator.local.ranks import ask_pod, rank_rows, rank_table
 from dpi_operator.local.runner import LocalRunner, UpOptions
 from free_ports import PORTS
+
+
+def soon(condition):
+    """The first true value of `condition`."""
+    end = time.monotonic() + 60
+    while not (value := condition()):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    return value
 
 
 class World:
@@ -185,6 +197,33 @@ def test_a_runner_that_can_print_nothing_stops_its_pods_as_ever(tmp_path, monkey
         monkeypatch.undo()
         os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())
     assert ended.read_text() == "in order\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has ended")
+def test_a_killed_runner_leaves_no_pod_behind(tmp_path):
+    ended, engine = tmp_path / "ended", tmp_path / "engine"
+    engine.write_text(
+        f"#!/bin/sh\ntrap 'echo by SIGTERM > {ended}; exit 0' TERM\necho $$\n"
+        "n=0; while [ $n -lt 2000 ]; do sleep 0.05; n=$((n+1)); done\n"  # it ends, also where the test fails
+    )
+    engine.chmod(0o755)
+    first, manifest = PORTS.take(3), tmp_path / "m.yaml"
+    manifest.write_text(
+        "{apiVersion: dpinference.dev/v1alpha1, kind: DataParallelInference, metadata: {name: m}, spec: {model: "
+        "{name: m}, engine: {image: 'engine:1', ports: "
+        f"{{http: {first}, management: {first + 1}, rpc: {first + 2}}}}}}}}}\n"
+    )
+    arguments = ["up", "-f", str(manifest), "--state-dir", str(tmp_path / "state")]
+    code = f"import sys; sys.executable = {str(engine)!r}; from dpi_engine import cli; cli.main({arguments!r})"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL) as runner:
+        try:
+            log = tmp_path / "state" / "m-0-0.log"
+            pod = int(soon(lambda: log.exists() and log.read_text()))
+            assert os.getpgid(pod) == pod, "in a session of its own: what ends the runner's does not reach it"
+        finally:
+            runner.kill()
+    assert soon(lambda: ended.exists() and ended.read_text()) == "by SIGTERM\n"
+    assert soon(lambda: not psutil.pid_exists(pod))
 
 
 @FULL

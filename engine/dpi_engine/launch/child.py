@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import os
 import signal
@@ -15,18 +14,8 @@ from typing import NoReturn
 import msgspec
 
 from dpi_engine.config.logs import setup_logging
+from dpi_engine.launch.parent import end_with_parent
 from dpi_engine.launch.spec import ChildSpec
-
-PR_SET_PDEATHSIG = 1
-
-
-def die_with_parent() -> None:
-    """SIGKILL this process when its parent ends (Linux), so that a killed launcher leaves nothing behind.
-
-    A parent that has ended before is not seen by this.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def start(on_terminate: Callable[[], None]) -> ChildSpec:
@@ -35,7 +24,7 @@ def start(on_terminate: Callable[[], None]) -> ChildSpec:
     `on_terminate` runs at SIGTERM and SIGINT, from the first instruction on. Ends this process when the one that
     started it is gone already.
     """
-    die_with_parent()
+    end_with_parent(signal.SIGKILL)  # a killed launcher leaves nothing behind; spec.parent shows one that is gone
 
     def handler(signum: int, frame: FrameType | None) -> None:
         on_terminate()

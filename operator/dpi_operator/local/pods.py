@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import functools
 import os
 import signal
@@ -14,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from dpi_engine.launch.parent import end_with_parent
 from dpi_operator.plan.pods import PodPlan
 
 EXIT_CONFIG = (2, 78)
@@ -27,18 +27,6 @@ TAIL_LINES = 15
 def backoff(restarts: int) -> float:
     """Seconds before restart number `restarts` + 1."""
     return min(BACKOFF_BASE_S * 2.0 ** min(restarts, 10), BACKOFF_MAX_S)  # the power itself has an end
-
-
-_LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
-_PR_SET_PDEATHSIG = 1
-
-
-def _end_with(parent: int) -> None:
-    """In the child: SIGTERM when the runner dies, however it dies, so that no pod outlives it (Linux)."""
-    if _LIBC is not None:
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:  # it died before
-            os._exit(1)
 
 
 @dataclass
@@ -115,7 +103,8 @@ class PodProcess:
             stderr=asyncio.subprocess.STDOUT,
             env={**environment, "DPI_POD_NAME": self.plan.name},
             start_new_session=True,
-            preexec_fn=functools.partial(_end_with, os.getpid()),
+            # No pod outlives the runner, however that ends (Linux).
+            preexec_fn=functools.partial(end_with_parent, signal.SIGTERM, os.getpid()),
         )
         if self._stop.is_set():  # while it was being started
             self.terminate()
