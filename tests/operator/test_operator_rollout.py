@@ -234,6 +234,22 @@ def test_a_complete_rollout_says_which_groups_it_left_as_they_are(partition, upd
     assert told == ([said] if updated else [])
 
 
+@pytest.mark.parametrize("partition", [2, 9])
+def test_no_rollout_starts_where_the_partition_keeps_every_group(partition):
+    world = up(replicas=2, rollout={"partition": partition})
+    world._change(world.pod(1, 0), ready=False, ready_since=None)
+    image(world, 2)
+    run_down(world)
+    told = (EventReason.ROLLOUT_STARTED, EventReason.ROLLOUT_COMPLETED)
+    assert not [e for e in world.events if e.reason in told]
+    world.change(rollout={"partition": 1})
+    run_down(world)
+    assert [e.reason for e in world.events if e.reason in told] == list(told)
+    world._change(world.pod(0, 0), ready=False, ready_since=None)  # a group that stays as it is
+    run_down(world)
+    assert len([e for e in world.events if e.reason in told]) == 2
+
+
 NONE = [({"replicas": 0}, {"replicas": 2}), ({"suspend": True}, {"suspend": False})]
 
 

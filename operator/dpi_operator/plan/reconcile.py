@@ -425,8 +425,7 @@ class _Reconciler:
         moved = progress != state.progress
         if self.held:
             progress, moved = state.progress, False
-        others = any(g.live and g.revision != wish.update for g in self.groups.values())
-        rolling = not decision.complete and not (wish.paused or wish.idle) and (state.rolling or others)
+        rolling = not decision.complete and not (wish.paused or wish.idle) and (state.rolling or decision.replaces)
         served = self._served(state, self.draft.formed)
         kept = {decision.current, *(r for r, _ in (*decision.wanted, *self.groups))}
         return bounded(

@@ -20,7 +20,7 @@ class Decision:
     """`wanted` groups are kept or made, `unwanted` ones deleted for the reason given; the rest waits.
 
     `current` is the revision that serves, `complete` says that nothing is left to be rolled out, `switch` that
-    traffic goes to another revision by this decision.
+    traffic goes to another revision by this decision, `replaces` that a group is to give way to one of the update.
     """
 
     current: str
@@ -29,6 +29,7 @@ class Decision:
     complete: bool = False
     switch: bool = False
     waits_for_delete: bool = False
+    replaces: bool = False
     selector: str = ""  # revision that the client Service selects; empty: all
     requeue_at: float | None = None
 
@@ -209,6 +210,7 @@ def _by_slots(
     _wait_for_room(decision, groups)
     updated = sum(1 for k in decision.wanted if k[0] == wish.update)
     goal = {(targets[i], i) for i in kept}
+    decision.replaces = any(k[0] != wish.update and k[1] >= wish.rollout.partition for k in live if k[1] in kept)
     decision.waits_for_delete = wish.rollout.strategy is Strategy.ON_DELETE and updated < wish.replicas
     settled = set(decision.wanted) == goal and not decision.unwanted and all(k in live and available(k) for k in goal)
     decision.complete = settled and not decision.waits_for_delete and (updated == wish.replicas or not wish.paused)
@@ -284,6 +286,7 @@ def _blue_green(
             decision.unwanted[key] = DeleteReason.OLD_COLOUR if group.serving else DeleteReason.NEW_REVISION
     if decision.current != update:
         decision.wanted += keep(decision.current)
+    decision.replaces = any(k[0] != wish.update for k in live)
     decision.complete = (
         decision.current == wish.update
         and all(k[0] == wish.update for k in groups)
