@@ -75,6 +75,21 @@ def test_to_zero_and_back():
     assert world.condition("Ready").status == "True"
 
 
+def test_the_way_to_zero_says_how_many_pods_are_left():
+    world = up(replicas=2)
+    world.instant = False
+    world.change(replicas=0)
+    world.settle()
+    for left in (4, 3, 2, 1):
+        progress = world.condition("Progressing")
+        what = "last pod" if left == 1 else f"last {left} pods"
+        assert (progress.status, progress.reason) == ("True", "Scaling")
+        assert progress.message == f"spec.replicas is 0: it waits for the {what} to end."
+        world.remove(min(world.pods))
+        world.settle()
+    assert world.condition("Progressing").message == "spec.replicas is 0: there are no groups."
+
+
 def test_suspend_takes_the_pods_and_keeps_the_rest():
     world = up(replicas=2)
     world.change(suspend=True)

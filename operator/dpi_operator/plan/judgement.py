@@ -434,6 +434,15 @@ def _by_hand(s: Scene) -> Verdict | None:
     return Verdict(True, Reason.WAITING_FOR_DELETE, "OnDelete: groups take the new revision when they are deleted.")
 
 
+def _last_pods(s: Scene) -> Verdict | None:
+    """The way to zero: no group is wanted, and some are not gone yet."""
+    if s.wish.replicas or s.decision is None:
+        return None
+    left = sum(len(g.pods) for g in s.leaving)
+    last = "last pod" if left == 1 else f"last {left} pods"
+    return Verdict(True, Reason.SCALING, f"spec.replicas is 0: it waits for the {last} to end.")
+
+
 def _rolling(s: Scene) -> Verdict:
     updated = len({g.index for g in s.groups if g.revision == s.wish.update and g.ready})
     reason = Reason.ROLLING_OUT if s.rolling else Reason.SCALING
@@ -556,7 +565,7 @@ CONSISTENT: tuple[Rule[Scene], ...] = (
 SCHEDULED: tuple[Rule[Scene], ...] = (_quota, _queued, _gang, _no_node, _no_pods_yet)
 HANDSHAKE: tuple[Rule[Scene], ...] = (_cannot_pull, _containers_starting, _handshake, _pods_missing)
 AVAILABLE: tuple[Rule[Scene], ...] = (_nothing_wanted, _too_few)
-PROGRESSING: tuple[Rule[Scene], ...] = (_untried, _held, _done, _late, _by_hand)
+PROGRESSING: tuple[Rule[Scene], ...] = (_untried, _held, _done, _late, _by_hand, _last_pods)
 DEGRADED: tuple[Rule[Scene], ...] = (
     _spent,
     _stuck,
