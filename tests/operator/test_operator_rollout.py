@@ -90,6 +90,41 @@ def test_the_way_to_zero_says_how_many_pods_are_left():
     assert world.condition("Progressing").message == "spec.replicas is 0: there are no groups."
 
 
+@pytest.mark.parametrize("above", [0, 1])
+def test_a_group_of_a_former_scale_that_does_not_end_is_waited_for_only_without_surge(above):
+    world = up(replicas=2, rollout={"maxSurge": above})
+    world.instant = False
+    world.change(replicas=0)
+    world.settle()
+    for name in world.names():
+        if name.startswith("0-"):
+            world.remove(world.pod(0, int(name[2:])))
+    world.change(replicas=1)
+    world.settle()
+    hanging = ["1-0", "1-1"]
+    assert world.names() == (["0-0", "0-1", *hanging] if above else hanging)
+    for name in [n for n, p in world.pods.items() if p.deleting is not None]:
+        world.remove(name)
+    run_down(world)
+    assert world.names() == ["0-0", "0-1"]
+    assert world.condition("Ready").status == "True"
+
+
+def test_a_group_that_failed_comes_back_where_it_was_though_it_may_surge():
+    world = up(replicas=2, rollout={"maxSurge": 1}, failurePolicy={"action": "RecreateGroup"})
+    world._change(world.pod(0, 0), ready=False, ready_since=None)
+    world.change(replicas=1)
+    world.settle()
+    assert world.names() == ["1-0", "1-1"]
+    world.instant = False
+    world.fail(world.pod(1, 0))
+    world.settle()
+    world.now += 3600
+    world.settle()
+    assert all(p.deleting is not None or p.failed for p in world.pods.values())
+    assert world.names() == ["1-0", "1-1"]
+
+
 def test_suspend_takes_the_pods_and_keeps_the_rest():
     world = up(replicas=2)
     world.change(suspend=True)

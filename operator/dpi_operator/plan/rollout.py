@@ -110,14 +110,23 @@ def _serving_revision(wish: Wish, live: Mapping[Key, Group], current: str) -> st
     return wish.update if wish.update in revisions or not serving else serving[0]
 
 
-def _kept_indexes(worth: Mapping[int, tuple[bool, ...]], replicas: int, ending: set[int]) -> list[int]:
+def _kept_indexes(
+    worth: Mapping[int, tuple[bool, ...]],
+    replicas: int,
+    ending: set[int],
+    former: frozenset[int] = frozenset(),
+    room: int = 0,
+) -> list[int]:
     """`replicas` indexes: of those there the best, then those whose groups are `ending`, then the lowest free ones.
 
-    So a group that is on its way out is waited for, and none is made beside it under another index.
+    So a group that is on its way out is waited for, and none is made beside it under another index. Those of `former`
+    nobody would miss: as many free indexes as there is `room` for go before them.
     """
     kept = sorted(worth, key=lambda i: (worth[i], i))[:replicas]
-    free = chain(sorted(ending - worth.keys()), (i for i in count() if i not in worth and i not in ending))
-    return sorted([*kept, *islice(free, replicas - len(kept))])
+    free = (i for i in count() if i not in worth and i not in ending)
+    gone = ending - worth.keys()
+    others = chain(sorted(gone - former), islice(free, max(0, room)), sorted(gone & former), free)
+    return sorted([*kept, *islice(others, replicas - len(kept))])
 
 
 def _worth(
@@ -143,8 +152,13 @@ def _by_slots(
     """RollingUpdate and OnDelete: each index is a slot that holds one group, two while it surges."""
     decision = Decision(current=current)
     min_ready = wish.rollout.min_ready_seconds
-    kept = _kept_indexes(_worth(live, troubled, now, min_ready), wish.replicas, {k[1] for k in groups})
     away, above = limits(wish.rollout, wish.replicas)
+    there = groups.keys() | live.keys()
+    # What failed comes back where it was, with its back-off; what a larger scale left may end beside its successor.
+    former = frozenset(k[1] for k in groups if k[1] >= wish.replicas) - {k[1] for k in troubled}
+    room = wish.replicas + above - len(there)
+    worth = _worth(live, troubled, now, min_ready)
+    kept = _kept_indexes(worth, wish.replicas, {k[1] for k in groups}, former, room)
     for key in live:
         if key[1] not in kept:
             decision.unwanted[key] = DeleteReason.SCALED_DOWN
@@ -164,7 +178,6 @@ def _by_slots(
     up = sum(1 for here in slots.values() if any(available(k) for k in here))
     least = wish.replicas - away
     coming = sum(1 for i, here in slots.items() if (targets[i], i) in here and not any(available(k) for k in here))
-    there = groups.keys() | live.keys()
     surging = len(there) - len({k[1] for k in there}.intersection(kept))  # all but one per slot
 
     candidates: list[tuple[int, Key]] = []
