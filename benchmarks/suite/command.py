@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import NamedTuple
 
 from dpi_engine.config.errors import ConfigError
@@ -75,7 +77,25 @@ def show(peer: bool, rounds: int) -> None:
             print(f"  {row.key:<14} {row.title}" + (f"   [{goals}]" if goals else ""))
 
 
+class Terminated(SystemExit):
+    """SIGTERM came. Servers are stopped on its way up, as at any other error."""
+
+
+def _terminate(signum: int, frame: FrameType | None) -> None:
+    signal.signal(signum, signal.SIG_IGN)  # a second one would leave a server that is being stopped
+    raise Terminated(128 + signum)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        return _measured(argv)
+    except Terminated as e:
+        print("bench: ended by SIGTERM; its servers are stopped", file=sys.stderr)
+        return int(str(e.code))
+
+
+def _measured(argv: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", action="store_true", help="compare with vLLM (benchmarks/peer/setup.sh)")
     parser.add_argument("--rounds", type=int, default=5, help="rounds of each row (5)")

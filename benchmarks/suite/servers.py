@@ -136,10 +136,10 @@ def serving(
             time.sleep(0.02)
         server.ready_s = time.monotonic() - began
         yield server
+        stop(process)
     except BaseException:
         stop(process)
         raise
-    stop(process)
     log.unlink(missing_ok=True)
 
 

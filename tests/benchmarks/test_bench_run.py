@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 from process_model import make_model
 
@@ -59,3 +62,27 @@ def test_a_server_that_cannot_start_is_named_and_the_run_fails(tmp_path: Path) -
     done = bench("--model", str(folder), "--rounds", "1", "--only", "w8")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "w8" in done.stderr and "no complete safetensors file" in done.stdout
+
+
+@pytest.mark.timeout(LIMIT_S + 60)
+def test_a_run_that_is_terminated_leaves_no_server_behind(tmp_path: Path) -> None:
+    model = str(make_model(tmp_path / "tiny"))
+    command = [sys.executable, str(ROOT / "benchmarks" / "run.py"), "--model", model, "--rounds", "100", "--only", "w8"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as run:
+        family = psutil.Process(run.pid)
+        end = time.monotonic() + LIMIT_S
+        servers: list[psutil.Process] = []
+        while not any("serve" in server.cmdline() for server in servers):
+            assert run.poll() is None and time.monotonic() < end
+            time.sleep(0.05)
+            servers = family.children(recursive=True)
+        try:
+            run.terminate()
+            _, said = run.communicate(timeout=LIMIT_S)
+            assert run.returncode == 143
+            assert said == "bench: ended by SIGTERM; its servers are stopped\n"
+            assert not psutil.wait_procs(servers, timeout=10)[1]
+        finally:
+            for server in servers:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    server.kill()
