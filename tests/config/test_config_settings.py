@@ -141,7 +141,10 @@ def test_flags_win_over_environment_over_yaml_over_default(tmp_path):
         (["m"], {"DPI_DATA_PARALLEL_START_RANK": ""}, ["DPI_DATA_PARALLEL_START_RANK", "Unset the variable"]),
         (["m"], {"DPI_HEADLESS": "maybe"}, ["DPI_HEADLESS", "true or false", "'maybe'"]),
         (["m"], {"DPI_MAX_MODEL_LENN": "3"}, ["DPI_MAX_MODEL_LENN is not known", "'DPI_MAX_MODEL_LEN'"]),
-        (["m"], {"DPI_API_KEY": "a,,b"}, ["DPI_API_KEY", "list of texts"]),
+        (["m"], {"DPI_API_KEY": "a,,b"}, ["DPI_API_KEY", "list of texts", "got an empty text"]),
+        (["m"], {"DPI_API_KEY": ""}, ["DPI_API_KEY", "got an empty text", "Unset the variable"]),
+        (["m", "--api-key", ""], {}, ["flag --api-key", "got an empty text"]),
+        (["m", "--api-key", "hunter2", ""], {"DPI_API_KEY": "k"}, ["flag --api-key", "got an empty text"]),
         (["m", "--config", "/nowhere/x.yaml"], {}, ["/nowhere/x.yaml", "No such file"]),
     ],
 )
@@ -173,6 +176,7 @@ def test_errors_name_source_expected_and_got(argv, env, words):
         ("1: 2\n", ["key 1 is not known"]),
         ("config: x\n", ["key config is not known"]),
         ("api-key: 12\n", ["key api-key", "a value that is not shown"]),
+        ("api-key: ''\n", ["key api-key", "got an empty text"]),
     ],
 )
 def test_yaml_errors_name_file_and_key(tmp_path, text, words):
@@ -206,6 +210,7 @@ def test_all_wrong_values_are_reported_at_once(tmp_path):
 def test_secrets_are_in_no_message():
     assert "hunter2" not in repr(parse_serve(["m", "--api-key", "hunter2"]))
     assert "hunter2" not in error(["m"], {"DPI_API_KEY": "hunter2,"})
+    assert "hunter2" not in error(["m", "--api-key", "hunter2", ""])
 
 
 def test_foreign_variables_and_pod_identity_are_left_alone():

@@ -277,6 +277,7 @@ def test_text_that_the_terminal_cannot_show_is_no_failure() -> None:
         (["chat", "--model", "caf\udce9", "hi"], "--model: expected text in UTF-8"),
         (["bench", "--model", "caf\udce9"], "--model: expected text in UTF-8"),
         (["bench", "--model", ""], "--model: expected a value, got an empty text"),
+        (["chat", "--api-key", ""], "--api-key: expected a value, got an empty text"),
         (["up", "-f", ""], "-f/--filename: expected a value, got an empty text"),
         (["render", "-f", ""], "-f/--filename: expected a value, got an empty text"),
         (["up", "-f", "m.yaml", "--state-dir", ""], "--state-dir: expected a value, got an empty text"),

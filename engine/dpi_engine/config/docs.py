@@ -19,6 +19,7 @@ Every setting can be given as a flag, as an environment variable, or as a key of
 * Flags: names are those of vLLM where it has the same setting; underscores may stand for dashes. A switch has a
   `--no-` form. A flag that takes several values may also be given several times.
 * Environment: `DPI_` and the name in capitals. Several values are separated by commas; switches are `true` or `false`.
+  An empty variable is refused, as an empty flag is; only an empty `DPI_CONFIG` is the same as none.
 * YAML: the name without the leading dashes, with dashes or underscores; several values are a list.
 * Sizes in bytes are plain numbers or carry a unit: `KiB`, `MiB`, `GiB`, `TiB` (also `Ki` ...) count in 1024, `KB`,
   `MB`, `GB`, `TB` (also `K` ...) in 1000.

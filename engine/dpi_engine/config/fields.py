@@ -116,7 +116,10 @@ class Field:
 
     def show(self, value: Any) -> str:
         """A refused value for an error message."""
-        return "a value that is not shown" if self.flag.secret else describe(value)
+        if not self.flag.secret:
+            return describe(value)
+        items = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
+        return "an empty text" if any(isinstance(i, str) and not i.strip() for i in items) else _UNSHOWN
 
     def _item(self, text: str) -> str:
         if not text or "\0" in text or (self.flag.choices and text not in self.flag.choices):
@@ -131,6 +134,8 @@ class Field:
             raise ValueError
         return value
 
+
+_UNSHOWN = "a value that is not shown"
 
 _NOUNS = {int: "a whole number", float: "a number"}
 

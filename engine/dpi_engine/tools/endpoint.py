@@ -35,7 +35,9 @@ def _model(text: str) -> str:
 def add_endpoint_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", default=DEFAULT_URL, help=f"endpoint, with or without /v1 ({DEFAULT_URL})")
     parser.add_argument("--model", type=_model, default=None, help="model name (default: the endpoint's first)")
-    parser.add_argument("--api-key", default=None, help="key sent as bearer token (default: $OPENAI_API_KEY, if set)")
+    parser.add_argument(
+        "--api-key", type=filled, default=None, help="key sent as bearer token (default: $OPENAI_API_KEY, if set)"
+    )
 
 
 def _why(error: BaseException) -> str:
