@@ -8,12 +8,34 @@ import errno
 import os
 import sys
 from collections.abc import Callable
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from dpi_engine.launch.exit_codes import EXIT_CRASHED, EXIT_INTERRUPTED, EXIT_PIPE
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """Errors of a write that name no file: what standard output goes to takes no more."""
+
+
+class Unfailing:
+    """A text stream that drops what it cannot write: its disk is full, its terminal or its reader is gone."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError:
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError:
+            return
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 class HelpParser(argparse.ArgumentParser):
@@ -26,6 +48,11 @@ class HelpParser(argparse.ArgumentParser):
 def run_command(name: str, command: Callable[[], int]) -> int:
     """Exit code of `command`, the work of a program called `name`, or of what became of its output."""
     open_missing()
+    with contextlib.redirect_stderr(cast(IO[str], Unfailing(sys.stderr))):  # an error keeps its code, heard or not
+        return _run(name, command)
+
+
+def _run(name: str, command: Callable[[], int]) -> int:
     try:
         try:
             return command()
@@ -38,10 +65,7 @@ def run_command(name: str, command: Callable[[], int]) -> int:
         if e.filename is not None or e.errno not in FULL:
             raise
         _silence(sys.stdout)
-        try:
-            print(f"{name}: error: standard output: {e.strerror}", file=sys.stderr)
-        except OSError:  # it goes to the same place
-            _silence(sys.stderr)
+        print(f"{name}: error: standard output: {e.strerror}", file=sys.stderr)
         return EXIT_CRASHED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

@@ -174,6 +174,16 @@ def test_output_that_takes_no_more_is_an_error_in_words(command: str, tmp_path: 
     assert shell(f"{command} > /dev/full 2>&1", tmp_path).returncode == 1
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that takes nothing (/dev/full)")
+@pytest.mark.parametrize(
+    "command",
+    ["$dpi nosuch", "$dpi ranks --url x", "$dpi up -f nowhere", "$operator run --resync-seconds 0", "$operator"],
+)
+def test_an_error_that_cannot_be_told_keeps_its_code(command: str, tmp_path: Path) -> None:
+    assert shell(f"{command} 2> /dev/full", tmp_path).returncode == 2
+    assert shell(f"{command} > /dev/full 2>&1", tmp_path).returncode == 2
+
+
 @pytest.mark.parametrize(
     ("line", "code"),
     [

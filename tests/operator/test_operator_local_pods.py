@@ -15,7 +15,8 @@ import pytest
 from rich.console import Console
 from rich.live import Live
 
-from dpi_engine.tools.console import Unfailing, make_console
+from dpi_engine.standard_streams import Unfailing
+from dpi_engine.tools.console import make_console
 from dpi_operator.api.read import read_document
 from dpi_operator.local.pods import BACKOFF_MAX_S, PodProcess, backoff
 from dpi_operator.local.ranks import ask_pod, rank_rows, rank_table

@@ -19,7 +19,8 @@ from rich.live import Live
 from dpi_engine.config.machine import usable_cpus
 from dpi_engine.config.network import port_is_free
 from dpi_engine.launch.exit_codes import EXIT_CRASHED, EXIT_INTERRUPTED, EXIT_USAGE
-from dpi_engine.tools.console import Unfailing, make_console
+from dpi_engine.standard_streams import Unfailing
+from dpi_engine.tools.console import make_console
 from dpi_operator.api.reasons import Reason
 from dpi_operator.api.types import DataParallelInference, Runtime
 from dpi_operator.api.validate import Finding
