@@ -173,6 +173,7 @@ def test_a_pod_that_stands_still_is_told_from_one_that_is_not_there(tmp_path, li
 
     with socket.socket() as listener:  # as of a stopped process: the kernel takes connections, and nobody answers
         if listens:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a test before may have had connections
             listener.bind(("127.0.0.1", first + 1))
             listener.listen()
         (row,) = rank_rows([asyncio.run(ask())])
