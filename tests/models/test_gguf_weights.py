@@ -211,7 +211,7 @@ def test_starting_together_writes_the_cache_once(quantized: Path, tmp_path: Path
     def start() -> frozenset[str]:
         source = Counting(header, spec)
         gate.wait()
-        return cached(source, quantized, tmp_path / "c", lambda stage, done: None).names()
+        return cached(lambda: source, quantized, tmp_path / "c", lambda stage, done: None).names()
 
     with ThreadPoolExecutor(4) as pool:
         names = [f.result(240) for f in [pool.submit(start) for _ in range(4)]]

@@ -32,13 +32,21 @@ class GroupedQueryAttention:
         self.shape = HeadShape(len(heads), len(kv_heads), spec.head_dim)
         q, kv = wide(heads, spec.head_dim), wide(kv_heads, spec.head_dim)
         parts = (("q_proj", q, spec.q_size), ("k_proj", kv, spec.kv_size), ("v_proj", kv, spec.kv_size))
-        fused = torch.cat([weights.take_rows(f"{prefix}.{p}.weight", rows, n, hidden) for p, rows, n in parts])
-        bias = None
-        if spec.attention_bias:
-            bias = torch.cat([weights.take_rows(f"{prefix}.{p}.bias", rows, n) for p, rows, n in parts])
-        self._qkv = ops.pack_linear(fused, bias)
-        out_bias = sum_bias(weights, f"{prefix}.o_proj.bias", hidden, shard) if spec.attention_out_bias else None
-        self._out = ops.pack_linear(weights.take_columns(f"{prefix}.o_proj.weight", q, hidden, spec.q_size), out_bias)
+
+        def qkv() -> tuple[Tensor, Tensor | None]:
+            fused = torch.cat([weights.take_rows(f"{prefix}.{p}.weight", rows, n, hidden) for p, rows, n in parts])
+            if not spec.attention_bias:
+                return fused, None
+            return fused, torch.cat([weights.take_rows(f"{prefix}.{p}.bias", rows, n) for p, rows, n in parts])
+
+        def out() -> tuple[Tensor, Tensor | None]:
+            bias = sum_bias(weights, f"{prefix}.o_proj.bias", hidden, shard) if spec.attention_out_bias else None
+            return weights.take_columns(f"{prefix}.o_proj.weight", q, hidden, spec.q_size), bias
+
+        kinds = ("weight", "bias") if spec.attention_bias else ("weight",)
+        self._qkv = weights.linear(ops, [f"{prefix}.{p}.{kind}" for kind in kinds for p, _, _ in parts], qkv)
+        kinds = ("weight", "bias") if spec.attention_out_bias else ("weight",)
+        self._out = weights.linear(ops, [f"{prefix}.o_proj.{kind}" for kind in kinds], out)
         self._q_norm = self._k_norm = None
         if spec.qk_norm:
             self._q_norm = norm_weight(weights, f"{prefix}.q_norm.weight", spec.head_dim, ops)

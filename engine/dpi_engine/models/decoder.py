@@ -109,6 +109,7 @@ class Decoder:
         self._group: TensorGroup = group or Alone()
         self._vocab = factory.shard.run(spec.vocab_size)
         table = spec.vocab_size, spec.hidden_size
+        tied = spec.tie_word_embeddings
         embedding = weights.take_rows("model.embed_tokens.weight", self._vocab, *table)
         saved = ops.bytes_saved
         self._embedding = ops.upload(embedding)
@@ -125,16 +126,19 @@ class Decoder:
             )
             progress("load", (i + 1) / (spec.num_layers + 1))
         self._norm = norm_weight(weights, "model.norm.weight", spec.hidden_size, ops)
-        head = embedding if spec.tie_word_embeddings else weights.take_rows("lm_head.weight", self._vocab, *table)
-        self._head = ops.pack_linear(head)
+
+        def head() -> tuple[Tensor, Tensor | None]:
+            return embedding if tied else weights.take_rows("lm_head.weight", self._vocab, *table), None
+
+        self._head = weights.linear(ops, ["model.embed_tokens.weight" if tied else "lm_head.weight"], head)
         ops.loaded()
         self._rope = rope_table(max_model_len, spec.rope_dim, spec.rope_theta, spec.rope_scaling, ops.device)
         shared = factory.exchange is not None and factory.exchange.placement.ep_size > 1
         self._collective = [layer.mlp for layer in self._layers if shared and layer.mlp.collective]
         self._recorded = Recorded(self._forward, ops) if ops.can_record and self._only_operations() else None
-        tied = embedding.numel() if spec.tie_word_embeddings else 0
+        head_elements = embedding.numel() if tied else 0
         stored: torch.dtype = getattr(ops, "weight_dtype", ops.dtype)  # kernels may compute wider than they store
-        self.weight_bytes = (weights.elements + tied) * stored.itemsize - (ops.bytes_saved - saved)
+        self.weight_bytes = (weights.elements + head_elements) * stored.itemsize - (ops.bytes_saved - saved)
         progress("load", 1.0)
 
     def new_caches(self, num_blocks: int) -> list[Any]:

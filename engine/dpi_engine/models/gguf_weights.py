@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dpi_engine.config.gguf_file import GgufHeader, GgufTensor
 from dpi_engine.config.model_spec import ModelSpec
 from dpi_engine.models.weights import Index, WeightError, WeightSource
-from dpi_engine.tokenizer.gguf_file import GgufHeader, GgufTensor
 
 _F32, _F16 = 0, 1
 _PLAIN = {_F32: torch.float32, _F16: torch.float16}
@@ -49,12 +49,17 @@ def hugging_face_name(name: str) -> str | None:
     return None
 
 
+def quantized(header: GgufHeader) -> bool:
+    """True when some tensor has to be computed rather than read."""
+    return any(t.ggml_type not in _PLAIN for t in header.tensors.values())
+
+
 class GgufSource(WeightSource):
     """Matrices as bfloat16 when they were quantized, else as stored; vectors as float32."""
 
     def __init__(self, header: GgufHeader, spec: ModelSpec) -> None:
         """Raises WeightError for a tensor of an unknown type or one that ends beyond the file."""
-        from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType  # 0.3 s, and needed only without a cache
+        from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType  # slow, and needed only without a cache
 
         self._header = header
         # Llama's q and k rows are stored in the order of the original checkpoint: pairs side by side, not in halves.
@@ -84,11 +89,6 @@ class GgufSource(WeightSource):
             self._tensors[name] = tensor
             self._sizes[name] = count
         self._data = np.memmap(header.path, mode="r", dtype=np.uint8)
-
-    @property
-    def quantized(self) -> bool:
-        """True when some tensor has to be computed rather than read."""
-        return any(t.ggml_type not in _PLAIN for t in self._tensors.values())
 
     def names(self) -> frozenset[str]:
         return frozenset(self._tensors)

@@ -33,14 +33,21 @@ class GatedMlp:
         self._ops = ops
         hidden, inner = spec.hidden_size, inner or spec.intermediate_size
         pair, part = ("gate_proj", "up_proj"), shard.run(inner)
-        fused = torch.cat([weights.take_rows(f"{prefix}.{p}.weight", part, inner, hidden) for p in pair])
-        bias = None
-        if spec.mlp_bias:
-            bias = torch.cat([weights.take_rows(f"{prefix}.{p}.bias", part, inner) for p in pair])
-        self._gate_up = ops.pack_gated(fused, bias)
-        down_bias = sum_bias(weights, f"{prefix}.down_proj.bias", hidden, shard) if spec.mlp_bias else None
-        down = weights.take_columns(f"{prefix}.down_proj.weight", part, hidden, inner)
-        self._down = ops.pack_linear(down, down_bias)
+        kinds = ("weight", "bias") if spec.mlp_bias else ("weight",)
+
+        def gate_up() -> tuple[Tensor, Tensor | None]:
+            fused = torch.cat([weights.take_rows(f"{prefix}.{p}.weight", part, inner, hidden) for p in pair])
+            if not spec.mlp_bias:
+                return fused, None
+            return fused, torch.cat([weights.take_rows(f"{prefix}.{p}.bias", part, inner) for p in pair])
+
+        def down() -> tuple[Tensor, Tensor | None]:
+            bias = sum_bias(weights, f"{prefix}.down_proj.bias", hidden, shard) if spec.mlp_bias else None
+            return weights.take_columns(f"{prefix}.down_proj.weight", part, hidden, inner), bias
+
+        names = [f"{prefix}.{p}.{kind}" for kind in kinds for p in pair]
+        self._gate_up = weights.linear(ops, names, gate_up, gated=True)
+        self._down = weights.linear(ops, [f"{prefix}.down_proj.{kind}" for kind in kinds], down)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [n, hidden] -> [n, hidden]."""

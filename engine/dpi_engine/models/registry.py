@@ -7,21 +7,22 @@ import time
 from pathlib import Path
 
 from dpi_engine.config.errors import ConfigError
+from dpi_engine.config.gguf_file import read_header
 from dpi_engine.config.model_spec import DENSE_ARCHITECTURES, ModelSpec
 from dpi_engine.config.sources import ModelFiles
 from dpi_engine.config.tensor_parallel import WHOLE, check_tensor_parallel
 from dpi_engine.models.decoder import BlockFactory, Decoder
 from dpi_engine.models.deepseek import DeepseekBlocks
 from dpi_engine.models.dummy import DummySource
-from dpi_engine.models.gguf_weights import GgufSource
+from dpi_engine.models.gguf_weights import GgufSource, quantized
 from dpi_engine.models.mixtral import MixtralBlocks
+from dpi_engine.models.packed_cache import PackedCache
 from dpi_engine.models.qwen3_moe import Qwen3MoeBlocks
 from dpi_engine.models.weight_cache import cached
 from dpi_engine.models.weights import Progress, SafetensorsSource, Weights, WeightSource
 from dpi_engine.ops.exchange import ExpertExchange
 from dpi_engine.ops.interface import Ops
 from dpi_engine.ops.tensor_group import TensorGroup
-from dpi_engine.tokenizer.gguf_file import read_header
 
 log = logging.getLogger(__name__)
 
@@ -48,10 +49,10 @@ def open_weights(files: ModelFiles, spec: ModelSpec, cache_dir: Path | None, pro
         index = files.directory / INDEX
         return SafetensorsSource(files.weights, index if len(files.weights) > 1 and index.exists() else None)
     path = files.weights[0]
-    source = GgufSource(read_header(path), spec)
-    if cache_dir is None or not source.quantized:
-        return source
-    return cached(source, path, cache_dir / "weights", progress)
+    header = read_header(path)
+    if cache_dir is None or not quantized(header):
+        return GgufSource(header, spec)
+    return cached(lambda: GgufSource(header, spec), path, cache_dir / "weights", progress)
 
 
 def load_model(
@@ -98,11 +99,17 @@ def load_model(
         # A tied checkpoint may still carry the head, which is the embedding once more.
         unused = (*_DERIVED, "lm_head.weight") if spec.tie_word_embeddings else _DERIVED
         extra = [f"model.layers.{spec.num_layers + i}." for i in range(spec.extra_layers)]
-        weights = Weights(source, unused, extra)
+        packed: PackedCache | None = None
+        if cache_dir is not None and files is not None and load_format != "dummy" and ops.layout is not None:
+            kind = ops.layout, str(ops.weight_dtype), ops.quantization, shard
+            packed = PackedCache(cache_dir / "packed", files.weights, spec, *kind)
+        weights = Weights(source, unused, extra, packed)
         max_len = max_model_len or spec.max_position_embeddings
         model = Decoder(spec, ops, weights, factory(exchange, shard), max_len, report, group)
         if load_format != "dummy":
             weights.finish()
+        if packed is not None:
+            packed.finish()
     finally:
         source.close()
     log.info(

@@ -9,13 +9,11 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 from dpi_engine.models.gguf_weights import GgufSource
+from dpi_engine.models.tensor_file import tensor_bytes, tensor_file_start
 from dpi_engine.models.weights import Progress, SafetensorsSource, WeightError, WeightSource
 
 log = logging.getLogger(__name__)
@@ -25,7 +23,6 @@ FORMAT = 1
 
 _SAMPLES, _SAMPLE_BYTES = 256, 4096
 _LOCK_SECONDS = 900.0
-_DTYPE_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
 class CacheUnusable(Exception):
@@ -65,10 +62,11 @@ def file_lock(path: Path, timeout_s: float) -> Iterator[None]:
         yield
 
 
-def cached(source: GgufSource, origin: Path, folder: Path, progress: Progress) -> WeightSource:
-    """The weights of `source` (read from `origin`) out of `folder`, put there first if need be.
+def cached(make: Callable[[], GgufSource], origin: Path, folder: Path, progress: Progress) -> WeightSource:
+    """The weights of `origin` out of `folder`, put there first if need be, from what `make` opens.
 
-    Where the folder cannot be used a warning says so and `source` itself is given back: every start dequantizes then.
+    Where the folder cannot be used a warning says so and `make`'s own is given back: every start dequantizes then.
+    Raises what `make` raises.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -78,13 +76,13 @@ def cached(source: GgufSource, origin: Path, folder: Path, progress: Progress) -
             with file_lock(target.with_suffix(".lock"), _LOCK_SECONDS):
                 found = _open(target)
                 if found is None:
-                    _write(source, target, progress)
+                    _write(make(), target, progress)
                     found = _open(target)
         if found is None:
             raise CacheUnusable(f"{target} reads back differently from what was written")
     except (OSError, CacheUnusable) as error:
         log.warning("dequantized weights cannot be cached (%s): each start dequantizes %s anew", error, origin)
-        return source
+        return make()
     return found
 
 
@@ -105,24 +103,14 @@ def _open(target: Path) -> SafetensorsSource | None:
 def _write(source: GgufSource, target: Path, progress: Progress) -> None:
     """Stream the tensors into a temporary file of the same folder, then rename: readers see all or nothing."""
     names = sorted(source.names())
-    header: dict[str, object] = {}
-    offset = 0
-    for name in names:
-        shape, dtype = source.stored_shape(name), source.stored_dtype(name)
-        size = dtype.itemsize
-        for n in shape:
-            size *= n
-        header[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
-        offset += size
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 64)
+    start, size = tensor_file_start((n, source.stored_shape(n), source.stored_dtype(n)) for n in names)
     temporary = target.with_suffix(".tmp")  # the lock makes this process the only writer
     started = time.monotonic()
     try:
         with open(temporary, "wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
+            file.write(start)
             for i, name in enumerate(names):
-                file.write(_bytes_of(source.get(name, source.stored_shape(name))))
+                file.write(tensor_bytes(source.get(name, source.stored_shape(name))))
                 progress("dequantize", (i + 1) / len(names))
             file.flush()
             os.fsync(file.fileno())
@@ -132,8 +120,4 @@ def _write(source: GgufSource, target: Path, progress: Progress) -> None:
         os.replace(note, target.with_suffix(".json"))
     finally:
         temporary.unlink(missing_ok=True)
-    log.info("dequantized %d tensors (%d MB) in %.1f s", len(names), offset // 2**20, time.monotonic() - started)
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+    log.info("dequantized %d tensors (%d MB) in %.1f s", len(names), size // 2**20, time.monotonic() - started)

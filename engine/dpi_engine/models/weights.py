@@ -6,13 +6,17 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dpi_engine.config.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dpi_engine.models.packed_cache import PackedCache
+    from dpi_engine.ops.interface import Ops
 
 Progress = Callable[[str, float], None]
 """Told (stage, fraction done) while a model loads. Stages: `dequantize` (first time only), `load`."""
@@ -65,10 +69,16 @@ class Weights:
     """Hands tensors of a source to a model under construction, once each, and knows which were left over."""
 
     def __init__(
-        self, source: WeightSource, allow_unused: Iterable[str] = (), unused_parts: Iterable[str] = ()
+        self,
+        source: WeightSource,
+        allow_unused: Iterable[str] = (),
+        unused_parts: Iterable[str] = (),
+        packed: PackedCache | None = None,
     ) -> None:
-        """Tensors whose names end in one of `allow_unused` or begin with one of `unused_parts` may be left over."""
-        self._source = source
+        """Tensors whose names end in one of `allow_unused` or begin with one of `unused_parts` may be left over.
+        `packed`: linears that need not be made from them, or are to be kept.
+        """
+        self._source, self._packed = source, packed
         self._names = source.names()
         self._allow_unused = tuple(allow_unused)
         self._unused_parts = tuple(unused_parts)
@@ -108,6 +118,27 @@ class Weights:
     def take_columns(self, name: str, columns: range, *shape: int) -> Tensor:
         """Consecutive `columns` of the matrix of `shape` [rows, columns]. Raises WeightError."""
         return self.take_part(name, (slice(0, shape[0]), slice(columns.start, columns.stop)), *shape)
+
+    def linear(
+        self, ops: Ops, names: Sequence[str], read: Callable[[], tuple[Tensor, Tensor | None]], gated: bool = False
+    ) -> Any:
+        """The packed linear of the weight and bias that `read` takes: `names`, all of them. Not read where it is kept
+        packed. Raises WeightError.
+        """
+        cache, label = self._packed, " ".join(names)
+        kept = None if cache is None else cache.get(label)
+        if kept is not None:
+            tensors, numbers, elements = kept
+            for name in names:
+                self.leave(name)
+            self.elements += elements
+            return ops.kept_linear(tensors, numbers)
+        before = self.elements
+        weight, bias = read()
+        packed = ops.pack_gated(weight, bias) if gated else ops.pack_linear(weight, bias)
+        if cache is not None:
+            cache.put(label, *ops.linear_tensors(packed), self.elements - before)
+        return packed
 
     def leave(self, name: str) -> None:
         """Count the tensor as taken without reading it: it belongs to another rank. Raises WeightError if missing."""

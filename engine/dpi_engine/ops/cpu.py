@@ -157,19 +157,33 @@ class CpuOps(Ops):
     # Linears
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
-        return self._packed(weight, self._linears.pack(weight, bias))
+        return self._packed(self._linears.pack(weight, bias))
 
-    def _packed(self, weight: Tensor, packed: PackedLinear) -> PackedLinear:
+    def _packed(self, packed: PackedLinear) -> PackedLinear:
         if self.quantization is not None:
-            self.bytes_saved += weight.numel() * (self.weight_dtype.itemsize - 1)
+            rows = packed.outputs * (2 if packed.gated else 1)
+            self.bytes_saved += rows * packed.inputs * (self.weight_dtype.itemsize - 1)
         return packed
+
+    @property
+    def layout(self) -> str | None:  # type: ignore[override]
+        return self._linears.layout
+
+    def linear_tensors(self, packed: PackedLinear) -> tuple[dict[str, Tensor], list[int]]:
+        parts = {"weight": packed.weight, "bias": packed.bias, "scale": getattr(packed, "scale", None)}
+        tensors = {part: tensor for part, tensor in parts.items() if tensor is not None}
+        return tensors, [packed.inputs, packed.outputs, int(packed.gated)]
+
+    def kept_linear(self, tensors: dict[str, Tensor], numbers: list[int]) -> PackedLinear:
+        inputs, outputs, gated = numbers
+        return self._packed(self._linears.restore(tensors, inputs, outputs, bool(gated)))
 
     def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
         self._check(x, packed.inputs)
         return self._linears.apply(x, packed)
 
     def pack_gated(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
-        return self._packed(weight, self._linears.pack_gated(weight, bias))
+        return self._packed(self._linears.pack_gated(weight, bias))
 
     def gated_linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
         self._check(x, packed.inputs)

@@ -53,6 +53,8 @@ class LinearKernels(ABC):
     dtype: torch.dtype
     recordable = False
     """Whether `apply` calls nothing but the library."""
+    layout: str | None = None
+    """Tells what `pack` gives from what other kernels make; None where that is for this process alone."""
 
     @abstractmethod
     def pack(self, weight: Tensor, bias: Tensor | None) -> PackedLinear: ...
@@ -64,6 +66,10 @@ class LinearKernels(ABC):
     def pack_gated(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
         """weight [2 inner, in]: the gate's rows, then those it is multiplied with."""
         return self.pack(weight, bias)
+
+    def restore(self, tensors: dict[str, Tensor], inputs: int, outputs: int, gated: bool) -> PackedLinear:
+        """What `pack` gave, from its tensors by field."""
+        return PackedLinear(tensors["weight"], tensors.get("bias"), inputs, outputs, gated)
 
 
 class OneDnn(LinearKernels):
@@ -115,6 +121,7 @@ class Widened(_Panels):
     """float32 activations; weights are widened in registers (native/linear.c)."""
 
     dtype = torch.float32
+    layout = "panels"
 
     def apply(self, x: Tensor, packed: PackedLinear) -> Tensor:
         n, y = x.shape[0], self._calls.new(x.shape[0], packed.outputs, dtype=torch.float32)
@@ -128,6 +135,7 @@ class DotProducts(_Panels):
     """bfloat16 activations, multiplied by the processor as such (native/linear_dot.c, linear_tiles.c)."""
 
     dtype = torch.bfloat16
+    layout = "panels by turns"
 
     def pack_gated(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
         inner = weight.shape[0] // 2
@@ -150,6 +158,7 @@ class Int8(LinearKernels):
 
     dtype = torch.bfloat16
     recordable = True
+    layout = "int8 panels"
 
     def __init__(self, calls: Calls, threads: int) -> None:
         self._calls, self._threads = calls, threads
@@ -177,6 +186,11 @@ class Int8(LinearKernels):
         room = self._calls.c.dpi_int8_room(inputs)
         bias = None if bias is None else bias.to(self.dtype).float()
         return Int8Linear(packed, bias, inputs, outputs, gated, scale=scale, row_room=room)
+
+    def restore(self, tensors: dict[str, Tensor], inputs: int, outputs: int, gated: bool) -> PackedLinear:
+        room = self._calls.c.dpi_int8_room(inputs)
+        scale = tensors["scale"]
+        return Int8Linear(tensors["weight"], tensors.get("bias"), inputs, outputs, gated, scale=scale, row_room=room)
 
     def apply(self, x: Tensor, packed: PackedLinear) -> Tensor:
         assert isinstance(packed, Int8Linear)

@@ -117,6 +117,8 @@ class Ops(ABC):
     """Whether a decode step runs without the host looking at numbers of it, so that a CUDA graph can hold it."""
     quantization: str | None = None
     bytes_saved: int = 0
+    layout: str | None = None
+    """Names the layout of packed linears, where they can be kept on disk: `linear_tensors`, `kept_linear`."""
 
     def begin(self, step: StepTensors) -> None:  # noqa: B027 - optional by design
         """Called once per forward pass, before the layers: prepare here what every layer needs of `step`."""
@@ -135,6 +137,14 @@ class Ops(ABC):
         any of `outside`.
         """
         raise NotImplementedError(f"ops '{self.name}' do not record")
+
+    def linear_tensors(self, packed: Any) -> tuple[dict[str, Tensor], list[int]]:
+        """What a packed linear consists of, to be kept: tensors by part, and numbers."""
+        raise NotImplementedError(f"linears of ops '{self.name}' cannot be kept")
+
+    def kept_linear(self, tensors: dict[str, Tensor], numbers: list[int]) -> Any:
+        """The packed linear of which `linear_tensors` gave these."""
+        raise NotImplementedError(f"linears of ops '{self.name}' cannot be kept")
 
     def upload(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """A copy of x (CPU), contiguous on the ops' device, in `dtype` (None: its own)."""

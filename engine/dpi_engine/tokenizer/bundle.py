@@ -10,10 +10,10 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from dpi_engine.config.gguf_file import is_gguf, read_header
 from dpi_engine.config.sources import ModelFiles
 from dpi_engine.tokenizer.errors import TokenizerError
 from dpi_engine.tokenizer.gguf_bpe import build_tokenizer
-from dpi_engine.tokenizer.gguf_file import is_gguf, read_header
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,9 @@ import json
 from typing import Any
 
 from dpi_engine.config.errors import ModelSpecError
+from dpi_engine.config.gguf_file import read_header
 from dpi_engine.config.model_spec import ModelSpec
 from dpi_engine.config.sources import ModelFiles
-from dpi_engine.tokenizer.gguf_file import read_header
 
 
 def read_spec(files: ModelFiles) -> ModelSpec:

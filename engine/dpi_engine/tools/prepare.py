@@ -20,15 +20,16 @@ def prepare(model: str, cache_dir: Path) -> ModelFiles:
 
     Raises ConfigError: not found, not supported, or `cache_dir` cannot be written.
     """
-    from dpi_engine.models.gguf_weights import GgufSource
+    from dpi_engine.config.gguf_file import read_header
+    from dpi_engine.models.gguf_weights import GgufSource, quantized
     from dpi_engine.models.registry import open_weights
     from dpi_engine.tokenizer.spec import read_spec
 
     files = resolve_model(model, cache_dir, lambda line: print(line, flush=True))
     source = open_weights(files, read_spec(files), cache_dir, lambda stage, fraction: None)
-    packed = isinstance(source, GgufSource) and source.quantized
+    dequantizes = isinstance(source, GgufSource) and quantized(read_header(files.weights[0]))
     source.close()
-    if packed:  # an engine would go on without; an image made for this must not
+    if dequantizes:  # an engine would go on without; an image made for this must not
         raise ConfigError(f"model {model!r}: the unpacked weights cannot be kept below {cache_dir}; the log says why")
     return files
 

@@ -1,0 +1,144 @@
+"""Packed linears kept on disk as one safetensors file, so that the next start maps them: it neither reads nor packs the
+weights they were made from, and ranks of one machine share the memory.
+
+What a file holds depends on the weights themselves, on the part of them that a worker holds and on the layout of the
+kernels; its name is made of all three.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TypeAlias
+
+from torch import Tensor
+
+from dpi_engine.config.build import PACKAGE, sources_digest
+from dpi_engine.models.tensor_file import tensor_bytes, tensor_file_start
+from dpi_engine.models.weight_cache import sample_digest
+from dpi_engine.models.weights import SafetensorsSource, WeightError
+
+log = logging.getLogger(__name__)
+
+MOST_BYTES = 4 << 30
+"""Larger models are packed at every start: their file would take long to write, and as much of the disk again."""
+
+SPARE = 2
+"""So many times its size must be free on the disk before a file is written."""
+
+_MAKERS = ("models", "ops")
+"""Packages whose code decides what a file holds. One that other code has made is made anew."""
+
+
+Kept: TypeAlias = tuple[dict[str, Tensor], list[int], int]
+"""A linear: its tensors by part and its numbers as the ops gave them, and how many weights it was made from."""
+
+
+class PackedCache:
+    """The packed linears of one model for one kind of kernels. Either it finds all of them, or it is told of each and
+    writes them in `finish`.
+    """
+
+    def __init__(self, folder: Path, weights: Iterable[Path], *parts: object) -> None:
+        """`weights` are the files that the linears are made from; `parts` whatever else they depend on, by its repr.
+
+        Never fails: what cannot be read is packed, what cannot be written is packed at the next start, too.
+        """
+        self._target: Path | None = None
+        self._source: SafetensorsSource | None = None
+        self._linears: dict[str, tuple[list[str], list[int], int]] = {}
+        self._new: dict[str, Tensor] = {}
+        self._bytes = 0
+        try:
+            name = hashlib.sha256(repr(([sample_digest(path) for path in weights], parts)).encode()).hexdigest()
+            self._target = folder / f"{name[:32]}.safetensors"
+            self._open(self._target)
+        except OSError as error:
+            self._cannot(error)
+
+    def _cannot(self, error: Exception) -> None:
+        log.info("packed weights are not kept (%s): each start packs them anew", error)
+        self._target = None
+
+    def _open(self, target: Path) -> None:
+        try:
+            note = json.loads(_note(target).read_text("utf-8"))
+            if note["made_by"] != made_by():
+                return
+            if note["digest"] != sample_digest(target):
+                raise ValueError("its content is not what was written")
+            self._linears = note["linears"]
+            self._source = SafetensorsSource([target])
+        except FileNotFoundError:
+            return
+        except (ValueError, KeyError, TypeError, AttributeError, WeightError) as error:
+            log.warning("packed weights %s are damaged (%s) and are made anew", target, error)
+
+    def get(self, label: str) -> Kept | None:
+        """One linear, its tensors mapped; None for one that is not there."""
+        if self._source is None or label not in self._linears:
+            return None
+        parts, numbers, elements = self._linears[label]
+        return {part: self._source.get(f"{label}/{part}", ()) for part in parts}, numbers, elements
+
+    def put(self, label: str, tensors: dict[str, Tensor], numbers: list[int], elements: int) -> None:
+        """Note one linear, to be written. Its tensors must not change."""
+        if self._target is None or self._source is not None:
+            return
+        self._bytes += sum(t.numel() * t.itemsize for t in tensors.values())
+        if self._bytes > MOST_BYTES:
+            self._new.clear()
+            self._target = None
+            return
+        self._new |= {f"{label}/{part}": tensor for part, tensor in tensors.items()}
+        self._linears[label] = list(tensors), numbers, elements
+
+    def finish(self) -> None:
+        """All linears are packed: write what is new."""
+        new, self._new = self._new, {}
+        target = self._target
+        if not new or target is None:
+            return
+        temporary = target.with_name(f"{target.stem}.{os.getpid()}.tmp")
+        began = time.monotonic()
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            free = shutil.disk_usage(target.parent).free
+            if free < SPARE * self._bytes:
+                raise OSError(f"{target.parent} has {free >> 20} MB free, too few for {self._bytes >> 20} MB more")
+            # Whole panels first: they end on cache lines, biases and scales may not.
+            order = sorted(new, key=lambda name: (not name.endswith("/weight"), name))
+            with open(temporary, "wb") as file:
+                file.write(tensor_file_start((name, new[name].shape, new[name].dtype) for name in order)[0])
+                for name in order:
+                    file.write(tensor_bytes(new[name]))
+                file.flush()
+                os.fsync(file.fileno())
+            note = {"made_by": made_by(), "digest": sample_digest(temporary), "linears": self._linears}
+            # The note comes last: a file without one is not looked at, and ranks that start together write the same.
+            os.replace(temporary, target)
+            temporary.write_text(json.dumps(note), "utf-8")
+            os.replace(temporary, _note(target))
+        except OSError as error:
+            self._cannot(error)
+            return
+        finally:
+            temporary.unlink(missing_ok=True)
+        log.info("kept %d MB of packed weights in %.1f s", self._bytes >> 20, time.monotonic() - began)
+
+
+@functools.cache
+def made_by() -> str:
+    """Of the code that packs."""
+    return "+".join(sources_digest(PACKAGE / name) for name in _MAKERS)
+
+
+def _note(target: Path) -> Path:
+    return target.with_suffix(".json")
