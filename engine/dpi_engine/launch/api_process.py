@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -220,7 +219,3 @@ def main() -> int:
     except ConfigError as e:
         log.error("%s", e)
         return EXIT_REFUSED
-
-
-if __name__ == "__main__":
-    sys.exit(main())

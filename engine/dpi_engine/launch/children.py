@@ -19,6 +19,9 @@ from dpi_engine.launch.spec import ChildKind, ChildSpec
 
 log = logging.getLogger(__name__)
 
+BEGIN = "dpi_engine.launch.begin"
+"""Runs the `main` of one of these modules."""
+
 MODULES = {
     ChildKind.ENGINE: "dpi_engine.launch.engine_process",
     ChildKind.API: "dpi_engine.launch.api_process",
@@ -99,6 +102,7 @@ class Child:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
+            BEGIN,
             MODULES[self.spec.kind],
             stdin=asyncio.subprocess.PIPE,
             env={**os.environ, **self.environment},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
+from dpi_engine import collector
 from dpi_engine.config import settings as table
 
 
@@ -18,8 +19,9 @@ class ServeCommand:
     def run(self, args: argparse.Namespace) -> int:
         settings = table.from_args(args, os.environ)
 
-        from dpi_engine.config.logs import setup_logging
-        from dpi_engine.launch.launcher import launch
+        with collector.paused():
+            from dpi_engine.config.logs import setup_logging
+            from dpi_engine.launch.launcher import launch
 
         setup_logging(settings.log_level, settings.log_format, "launcher")
         return launch(settings)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 import time
 
 from dpi_engine.coordinator import Coordinator
@@ -56,7 +55,3 @@ def main() -> int:
     finally:
         control.stop()
     return EXIT_OK
-
-
-if __name__ == "__main__":
-    sys.exit(main())

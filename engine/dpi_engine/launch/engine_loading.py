@@ -26,6 +26,7 @@ from dpi_engine.core.engine import EngineCore
 from dpi_engine.core.limits import Policy, SchedulerConfig
 from dpi_engine.core.scheduler import Scheduler
 from dpi_engine.launch.spec import ChildSpec
+from dpi_engine.launch.torch_import import import_torch
 from dpi_engine.tokenizer.spec import read_spec
 from dpi_engine.wire.exchange.mesh import Mesh
 from dpi_engine.wire.messages import WIRE_VERSION
@@ -108,6 +109,7 @@ class Parts:
                 "--dtype: leave it out"
             )
         progress("importing torch", None)
+        import_torch(settings.device)
         import torch
 
         from dpi_engine.ops import select_ops

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from dpi_engine import collector
 from dpi_engine.config import fingerprint
 from dpi_engine.config.errors import ConfigError
 from dpi_engine.core.coupled import CoupledCore
@@ -201,7 +202,8 @@ class EngineProcess:
             size = settings.data_parallel_size
             self._mesh = Mesh(self.spec.index, size, host, port, counters=self._link.counters)
             self._link.couple(self._mesh, lambda: self._waits)
-        engine = engine_loading.load(self.spec, dtype, self._progress, self._mesh)
+        with collector.paused():
+            engine = engine_loading.load(self.spec, dtype, self._progress, self._mesh)
         self.engine = engine
         if engine.workers is not None:
             self.report.workers = engine.workers.pids
@@ -552,7 +554,3 @@ def main() -> int:
         return process.run()
     except KeyboardInterrupt:  # before there was anything to leave in order
         return 0
-
-
-if __name__ == "__main__":
-    child.run(main)

@@ -15,6 +15,7 @@ from dpi_engine.launch import child
 from dpi_engine.launch.exit_codes import EXIT_CRASHED, EXIT_OK, EXIT_REFUSED
 from dpi_engine.launch.spec import ChildSpec, TensorPart
 from dpi_engine.launch.tensor_channel import Call, Channel, Done, Failed, Stage
+from dpi_engine.launch.torch_import import import_torch
 from dpi_engine.wire.errors import WorkerLost
 
 log = logging.getLogger(__name__)
@@ -63,6 +64,7 @@ class TensorProcess:
             self._channel.send(Stage(stage=stage, fraction=fraction))
 
     def _run(self) -> None:
+        import_torch(self._spec.settings.device)
         import torch
 
         from dpi_engine.config.tensor_parallel import Shard
@@ -135,7 +137,3 @@ def main() -> int:
         return TensorProcess(spec, spec.tensor, stop).run()
     except KeyboardInterrupt:
         return EXIT_OK
-
-
-if __name__ == "__main__":
-    child.run(main)

@@ -21,7 +21,7 @@ import torch
 
 from dpi_engine.config.errors import ConfigError
 from dpi_engine.config.tensor_parallel import Shard
-from dpi_engine.launch.children import describe_exit
+from dpi_engine.launch.children import BEGIN, describe_exit
 from dpi_engine.launch.exit_codes import EXIT_CRASHED
 from dpi_engine.launch.spec import ChildSpec, TensorPart
 from dpi_engine.launch.tensor_channel import Call, Channel, Done, Failed, Stage, channel_pair
@@ -100,7 +100,7 @@ class TensorWorkers:
         spec = msgspec.structs.replace(child, name=f"{child.name}.{index}", parent=os.getpid(), tensor=part)
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-m", MODULE],
+                [sys.executable, "-m", BEGIN, MODULE],
                 stdin=subprocess.PIPE,
                 pass_fds=(self._region.fd, theirs.fileno()),
             )

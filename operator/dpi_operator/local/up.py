@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from dpi_engine import collector
 from dpi_engine.tools.arguments import filled, path, wrong_seconds
 
 
@@ -40,10 +41,11 @@ class UpCommand:
             print("dpi up: --ask: expected a question, got none", file=sys.stderr)
             return 2
 
-        from dpi_operator.api.read import ManifestError, read_manifest
-        from dpi_operator.api.validate import validate
-        from dpi_operator.local.runner import LocalRunner, UpOptions
-        from dpi_operator.plan.pods import NotPlannable
+        with collector.paused():
+            from dpi_operator.api.read import ManifestError, read_manifest
+            from dpi_operator.api.validate import validate
+            from dpi_operator.local.runner import LocalRunner, UpOptions
+            from dpi_operator.plan.pods import NotPlannable
 
         try:
             dpi = read_manifest(args.filename)
