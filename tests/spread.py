@@ -31,6 +31,7 @@ API_SERVER = (
 ALONE = (
     "tests/process/test_process_up.py",
     "tests/operator/test_operator_service.py",
+    "tests/ops/test_ops_cuda_interpreted.py",
 )
 """Their tests take long and share nothing: each may go to another process."""
 

@@ -74,7 +74,9 @@ def slug(machine: dict[str, Any]) -> str:
     return f"{maker}-{best.replace('_', '-')}-{usable_cpus()}cores"
 
 
-QUIET_SHARE, QUIET_S, QUIET_PATIENCE_S = 0.1, 0.3, 10.0
+QUIET_SHARE, QUIET_S = 0.1, 0.3
+QUIET_PATIENCE_S = float(os.environ.get("DPI_BENCH_PATIENCE", "10"))
+"""Of each round, in seconds. Less where the values do not matter and others use the machine."""
 
 
 def _busy() -> float:

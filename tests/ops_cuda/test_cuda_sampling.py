@@ -40,7 +40,7 @@ def allowed(row: Tensor, temperature: float, top_k: int, top_p: float, min_p: fl
 
 
 ROWS = 400 if DEVICE != "cpu" else 24
-"""The interpreter takes some 50 ms for a row."""
+"""The interpreter takes some 100 ms for a row that is cut."""
 
 CUTS = {
     "whole": {},
@@ -61,7 +61,7 @@ CUTS = {
     ids=[*CUTS, "bfloat16", "float16"],
 )
 def test_uniforms_over_their_range_give_each_token_its_share(cut: dict[str, float], dtype: torch.dtype) -> None:
-    m = ROWS
+    m = 4 if cut is CUTS["small top-p"] else ROWS  # one token is left there
     row = random(1, 333, seed=4, dtype=dtype) * 2
     want = allowed(row[0], **{"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, **cut})  # type: ignore[arg-type]
     tokens, best = ops_of(dtype).draw(row.expand(m, -1).contiguous(), draws_of(m, **cut))  # type: ignore[arg-type]
@@ -80,7 +80,7 @@ def test_equals_at_the_edges(dtype: torch.dtype) -> None:
     row = torch.full((1, 100), -3.0)
     row[0, 10], row[0, [20, 30, 40, 50]] = 2.0, 1.0
     row = row.to(DEVICE, dtype)
-    many = row.expand(10, -1).contiguous()
+    # Seven even uniforms meet the smallest share here, 0.149; where one token is left, its share is whole.
     for cut, tokens in (
         ({"top_k": 2}, {10, 20, 30, 40, 50}),
         ({"top_k": 1}, {10}),
@@ -89,14 +89,15 @@ def test_equals_at_the_edges(dtype: torch.dtype) -> None:
         ({"min_p": 0.36}, {10, 20, 30, 40, 50}),
         ({"min_p": 0.38}, {10}),
     ):
-        got, _ = ops_of(dtype).draw(many, draws_of(10, **cut))  # type: ignore[arg-type]
+        m = 2 if len(tokens) == 1 else 7
+        got, _ = ops_of(dtype).draw(row.expand(m, -1).contiguous(), draws_of(m, **cut))  # type: ignore[arg-type]
         assert set(got.cpu().tolist()) == tokens, cut
 
 
 def test_zeros_of_both_signs_are_equals() -> None:
     row = torch.full((1, 40), -5.0)
     row[0, 3], row[0, 7], row[0, 9] = 0.0, -0.0, -1.0
-    got, _ = F32.draw(row.to(DEVICE).expand(32, -1).contiguous(), draws_of(32, top_k=1))
+    got, _ = F32.draw(row.to(DEVICE).expand(4, -1).contiguous(), draws_of(4, top_k=1))
     assert set(got.cpu().tolist()) == {3, 7}
 
 
@@ -116,10 +117,10 @@ def test_rows_differ_in_parameters_and_do_not_see_each_other() -> None:
 
 
 def test_masked_tokens_never_come_out() -> None:
-    logits = torch.full((16, 300), float("-inf"), device=DEVICE)
+    logits = torch.full((4, 300), float("-inf"), device=DEVICE)
     logits[:, [5, 250]] = 1.0
     for cut in ({}, {"top_k": 10}, {"top_p": 0.99}, {"min_p": 0.01}, {"top_k": 3, "top_p": 0.999}):
-        got, _ = F32.draw(logits, draws_of(16, **cut))  # type: ignore[arg-type]
+        got, _ = F32.draw(logits, draws_of(4, **cut))  # type: ignore[arg-type]
         assert set(got.cpu().tolist()) == {5, 250}, cut
 
 

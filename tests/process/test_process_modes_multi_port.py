@@ -156,7 +156,7 @@ def test_fail_together_ends_the_pod_with_its_first_rank_and_no_other_pod(make_po
         head.until_ready()
         assert supervised(member)[1]["policy"] == "fail-together"
         pids = head.children()
-        stream = Stream(member, PROMPT, max_tokens=6000).until_tokens(5)
+        stream = Stream(member, PROMPT, max_tokens=2000).until_tokens(5)
         os.kill(member.children()["rank-3"], signal.SIGKILL)
         assert stream.until_end().finish_reason == "length"  # within --shutdown-timeout
         assert member.wait_exit() == ENDED_BY_A_CHILD

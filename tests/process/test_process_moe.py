@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,14 @@ def expected(moe: Path, cache: Path) -> list[str]:
     with Pod(moe, *COMMON, cache=cache, name="alone") as pod:
         pod.until_ready()
         return [pod.text(prompt, max_tokens=48) for prompt in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def two(moe: Path, cache: Path) -> Iterator[Pod]:
+    """A service of two ranks that share the experts, for tests after which both are there with their weights."""
+    args = (*COMMON, "--enable-expert-parallel", "-dp", "2", "-asc", "1", "--enable-dev-endpoints")
+    with Pod(moe, *args, cache=cache) as pod:
+        yield pod
 
 
 def engines(pod: Pod) -> dict[str, int]:
@@ -92,24 +101,6 @@ def test_a_killed_rank_takes_its_own_requests_along_and_the_others_go_on_without
             until(lambda n=name, m=least: pod.metric(n, engine="0") >= m, f"{name} of a rank that stayed")
 
 
-def test_a_frozen_rank_is_given_up_and_comes_back_with_its_weights(moe: Path, cache: Path) -> None:
-    args = (*COMMON, "--enable-expert-parallel", "-dp", "2", "-asc", "1")
-    with Pod(moe, *args, cache=cache) as pod:
-        pod.until_ready()
-        text = pod.text(PROMPTS[0], rank=0, max_tokens=400, timeout=120.0)
-        before = engines(pod)
-        kept = Stream(pod, PROMPTS[0], rank=0, max_tokens=400).until_tokens(10)
-        os.kill(before["rank-1"], signal.SIGSTOP)
-        try:
-            pod.until_rank(1, "LOST")
-        finally:
-            os.kill(before["rank-1"], signal.SIGCONT)
-        assert kept.until_end(120).text == text
-        pod.until_ready()
-        assert engines(pod) == before
-        assert pod.log.count("loaded Qwen3MoeForCausalLM") == 2
-
-
 def test_a_group_that_does_not_come_together_again_ends_by_name(moe: Path, cache: Path) -> None:
     args = (*COMMON, "--enable-expert-parallel", "-dp", "2", "-dpl", "1", "--reform-timeout", "3")
     with Pod(moe, *args, "-asc", "1", cache=cache, wait=False) as head:
@@ -148,30 +139,41 @@ def test_a_port_of_the_exchange_that_this_launch_wants_twice_is_told_from_one_in
         assert f"{twice}: for --management-port and for expert exchange of rank 2" in pod.log
 
 
-def test_all_ranks_are_paused_and_resumed_together(moe: Path, cache: Path, expected: list[str]) -> None:
-    args = (*COMMON, "--enable-expert-parallel", "-dp", "2", "-asc", "1", "--enable-dev-endpoints")
-    with Pod(moe, *args, cache=cache) as pod:
-        pod.until_ready()
+def test_a_frozen_rank_is_given_up_and_comes_back_with_its_weights(two: Pod) -> None:
+    text = two.text(PROMPTS[0], rank=0, max_tokens=400, timeout=120.0)
+    before, loads = engines(two), two.log.count("loaded Qwen3MoeForCausalLM")
+    kept = Stream(two, PROMPTS[0], rank=0, max_tokens=400).until_tokens(10)
+    os.kill(before["rank-1"], signal.SIGSTOP)
+    try:
+        two.until_rank(1, "LOST")
+    finally:
+        os.kill(before["rank-1"], signal.SIGCONT)
+    assert kept.until_end(120).text == text
+    two.until_ready()
+    assert engines(two) == before
+    assert two.log.count("loaded Qwen3MoeForCausalLM") == loads
 
-        def told(path: str) -> None:
-            assert ask(f"{pod.url}{path}", method="POST").status == 200
 
-        def begin() -> Stream:
-            return Stream(pod, PROMPTS[0], rank=1, max_tokens=700).until_tokens(10)
+def test_all_ranks_are_paused_and_resumed_together(two: Pod, expected: list[str]) -> None:
+    def told(path: str) -> None:
+        assert ask(f"{two.url}{path}", method="POST").status == 200
 
-        stream = caught(begin, lambda: told("/pause?mode=keep"), lambda: told("/resume"))
-        assert stream.at_rest() < 700
-        told("/resume")
-        assert stream.until_end(120).finish_reason == "length"
-        for level in (1, 2):
-            told(f"/sleep?level={level}")
-            told("/wake_up")
-            assert pod.text(PROMPTS[1], rank=0, max_tokens=48) == expected[1]
-        whole = pod.text(PROMPTS[0], rank=1, max_tokens=700)
-        stream = caught(begin, lambda: told("/sleep?level=2&mode=keep"), lambda: told("/wake_up"))
-        assert stream.at_rest() < 700
+    def begin() -> Stream:
+        return Stream(two, PROMPTS[0], rank=1, max_tokens=400).until_tokens(10)
+
+    stream = caught(begin, lambda: told("/pause?mode=keep"), lambda: told("/resume"))
+    assert stream.at_rest() < 400
+    told("/resume")
+    assert stream.until_end(120).finish_reason == "length"
+    for level in (1, 2):
+        told(f"/sleep?level={level}")
         told("/wake_up")
-        assert stream.until_end(120).text == whole
+        assert two.text(PROMPTS[1], rank=0, max_tokens=48) == expected[1]
+    whole = two.text(PROMPTS[0], rank=1, max_tokens=400)
+    stream = caught(begin, lambda: told("/sleep?level=2&mode=keep"), lambda: told("/wake_up"))
+    assert stream.at_rest() < 400
+    told("/wake_up")
+    assert stream.until_end(120).text == whole
 
 
 def test_without_expert_parallelism_ranks_are_independent(moe: Path, cache: Path, expected: list[str]) -> None:

@@ -9,7 +9,7 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import pytest
@@ -20,20 +20,40 @@ from process_streams import Stream
 
 PROMPT = "every request finds its way"
 REFUSED = 78
+MEMORY = ("--dtype", "float32", "--kv-cache-memory", "64MiB", "--served-model-name", "tiny")
+"""In place of a number of blocks, so that it shows how many the memory is counted to be."""
 
 
 @pytest.fixture(scope="module")
 def pod(make_pod: Callable[..., Pod], token_file: str) -> Iterator[Pod]:
     """Two ranks of two workers each."""
-    with make_pod("-dp", "2", "-tp", "2", "--management-token-file", token_file) as pod:
+    flags = ("-dp", "2", "-tp", "2", "--cpu-threads", "1", "--management-token-file", token_file)
+    with make_pod(*MEMORY, *flags, defaults=False) as pod:
         yield pod
 
 
+class One(NamedTuple):
+    text: str
+    blocks: int
+
+
 @pytest.fixture(scope="module")
-def text_of_one(make_pod: Callable[..., Pod]) -> str:
-    """What a rank of one worker answers."""
-    with make_pod() as pod:
-        return pod.text(PROMPT, max_tokens=40)
+def one(make_pod: Callable[..., Pod]) -> One:
+    """What a rank of one worker answers and has room for."""
+    with make_pod(*MEMORY, "--cpu-threads", "1", defaults=False) as pod:
+        return One(pod.text(PROMPT, max_tokens=40), blocks_of(pod))
+
+
+@pytest.fixture(scope="module")
+def text_of_one(one: One) -> str:
+    return one.text
+
+
+def blocks_of(pod: Pod) -> int:
+    """Of the KV cache of its first rank."""
+    found = re.search(r"KV cache (\d+) blocks", pod.log)
+    assert found is not None
+    return int(found[1])
 
 
 def whole(pod: Pod, rank: int, after: int = 0) -> dict[str, Any]:
@@ -184,25 +204,19 @@ def test_all_workers_sleep_and_wake(pod: Pod, text_of_one: str, level: int) -> N
     assert {n: whole(pod, n)["workers"] for n in (0, 1)} == workers
 
 
-def test_four_workers_share_two_kv_heads(make_pod: Callable[..., Pod], text_of_one: str) -> None:
-    with make_pod("-tp", "4", "--cpu-threads", "4") as pod:
-        assert pod.text(PROMPT, max_tokens=40) == text_of_one
+def test_two_workers_count_what_both_hold_of_the_kv_cache(pod: Pod, one: One) -> None:
+    """Each has a key-value head."""
+    assert blocks_of(pod) == one.blocks
+
+
+def test_four_workers_share_two_kv_heads(make_pod: Callable[..., Pod], one: One) -> None:
+    """Two of them have the same one, and the bytes are for fewer blocks."""
+    with make_pod(*MEMORY, "-tp", "4", "--cpu-threads", "4", defaults=False) as pod:
+        assert pod.text(PROMPT, max_tokens=40) == one.text
         maps = [m.path for process in pod.family() for m in process.memory_maps()]
         assert any(path.startswith("/memfd:dpi-tensor-parallel") for path in maps)
         assert not [path for path in maps if path.startswith("/dev/shm/")]
-
-
-def test_the_kv_cache_counts_what_all_workers_hold(make_pod: Callable[..., Pod]) -> None:
-    """Two workers have a key-value head each; of four, two have the same one, and the bytes are for fewer blocks."""
-    blocks = {}
-    for size in (1, 2, 4):
-        flags = ["-tp", str(size), "--kv-cache-memory", "8MiB", "--dtype", "float32", "--max-model-len", "512"]
-        with make_pod(*flags, "--served-model-name", "tiny", defaults=False) as pod:
-            found = re.search(r"KV cache (\d+) blocks", pod.log)
-            assert found is not None
-            blocks[size] = int(found[1])
-    assert blocks[2] == blocks[1]
-    assert blocks[4] == blocks[1] // 2
+        assert blocks_of(pod) == one.blocks // 2
 
 
 @pytest.mark.parametrize(
