@@ -24,6 +24,8 @@ from dpi_engine.wire.places import Place
 log = logging.getLogger(__name__)
 
 REPORT_INTERVAL_S = 0.25
+STARTING_INTERVAL_S = 0.05
+"""As long as a child does not serve: whoever waits for it should hear of it soon."""
 """A child reports at least this often."""
 
 
@@ -169,6 +171,12 @@ class ControlServer:
         self._socket.close()
 
 
+def _interval(report: FromChild) -> float:
+    """Seconds until the report after this one."""
+    serves = report.ready if isinstance(report, EngineReport) else getattr(report, "listening", True)
+    return REPORT_INTERVAL_S if serves else STARTING_INTERVAL_S
+
+
 class ControlThread:
     """An engine's or the coordinator's end: a thread that sends `report()` and hands over what the launcher says.
 
@@ -203,9 +211,10 @@ class ControlThread:
                 last = self._stop.is_set()
                 now = time.monotonic()
                 if now >= due or last:
-                    due = now + REPORT_INTERVAL_S
+                    report = self._report()
+                    due = now + _interval(report)
                     with contextlib.suppress(zmq.Again):
-                        socket.send(_encoder.encode(self._report()), zmq.NOBLOCK)
+                        socket.send(_encoder.encode(report), zmq.NOBLOCK)
                 if last:
                     return
                 if socket.poll(max(10, int((due - now) * 1000))):
@@ -241,8 +250,9 @@ class ControlTask:
 
     async def _send_loop(self) -> None:
         while True:
-            await self.send(self._report())
-            await asyncio.sleep(REPORT_INTERVAL_S)
+            report = self._report()
+            await self.send(report)
+            await asyncio.sleep(_interval(report))
 
     async def _receive_loop(self) -> None:
         while True:

@@ -106,6 +106,7 @@ class Launcher:
         self._control: ControlServer | None = None
         self._addresses: PodAddresses | None = None
         self._stop = asyncio.Event()
+        self._heard = asyncio.Event()  # a child has told something that may complete the launch
         self._drain_until = 0.0  # when what runs is ended, once this launch stops
         self._failed: asyncio.Future[LaunchFailed] | None = None
         self._finish = False  # this launch ends for a reason that lets running requests finish
@@ -440,10 +441,14 @@ class Launcher:
         assert self._failed is not None
         deadline = self._began + self.settings.handshake_timeout
         stop = asyncio.create_task(self._stop.wait())
+        heard = asyncio.create_task(self._heard.wait())
         looked = time.monotonic()
         try:
             while not stop.done():
-                news: set[asyncio.Future[Any]] = {stop, self._failed}
+                if heard.done():
+                    self._heard.clear()
+                    heard = asyncio.create_task(self._heard.wait())
+                news: set[asyncio.Future[Any]] = {stop, self._failed, heard}
                 await asyncio.wait(news, timeout=WATCH_S, return_when=asyncio.FIRST_COMPLETED)
                 looked, gap = time.monotonic(), time.monotonic() - looked
                 if gap > STANDSTILL_S:  # this process stood still: the reports wait in its own socket
@@ -460,6 +465,7 @@ class Launcher:
                     )
         finally:
             stop.cancel()
+            heard.cancel()
 
     def _refresh(self, now: float) -> None:
         if self.head:
@@ -497,6 +503,8 @@ class Launcher:
         child = self.children.get(name)
         if child is None:
             return
+        if not self.state.complete:
+            self._heard.set()
         if isinstance(message, EngineReport):
             self.state.engines[message.rank] = (now, message)
             if message.refused and self._failed and not self._failed.done():

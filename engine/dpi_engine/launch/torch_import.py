@@ -37,6 +37,8 @@ def load_deferred() -> ModuleType:
 
 def import_torch(device: str) -> None:
     """Import torch, whole where `device` (--device) could be a GPU, whose libraries may compile with it."""
+    # The threads of numpy's own BLAS, which nothing here uses, turn idly for a tenth of a second of every core.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     with collector.paused():
         on_cpu = device == "cpu" or (device == "auto" and not any(map(os.path.exists, GPU_NODES)))
         if on_cpu and "torch" not in sys.modules:

@@ -19,7 +19,7 @@ from dpi_engine.worker.null_step import null_step
 from dpi_engine.worker.sampling import Sampler
 from dpi_engine.worker.slot_params import SlotParams
 
-CPU_WARM_UP_TOKENS = 64
+CPU_WARM_UP_TOKENS = 32
 """Enough for the kernels of many rows."""
 
 

@@ -6,13 +6,15 @@ import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import aiohttp
 from rich.markup import escape
 from rich.table import Table
 
 from dpi_operator.plan.pods import PodPlan, Role
+
+if TYPE_CHECKING:  # its import takes a quarter of a second, in which the pods can start
+    import aiohttp
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,8 @@ class PodAnswer:
 
 async def ask_pod(session: aiohttp.ClientSession, plan: PodPlan, timeout_s: float = 2.0) -> PodAnswer:
     """Never raises for a pod that does not answer."""
+    import aiohttp
+
     base = f"http://127.0.0.1:{plan.ports.management}"
     limit = aiohttp.ClientTimeout(total=timeout_s)
     try:

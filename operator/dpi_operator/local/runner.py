@@ -11,9 +11,8 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import aiohttp
 from rich.live import Live
 
 from dpi_engine.config.machine import usable_cpus
@@ -30,7 +29,11 @@ from dpi_operator.local.ranks import PodAnswer, ask_pods, rank_rows, rank_table
 from dpi_operator.plan.network import Local
 from dpi_operator.plan.pods import NotPlannable, PodPlan, Role, plan_group
 
+if TYPE_CHECKING:
+    import aiohttp
+
 POLL_S = 0.5
+STARTING_POLL_S = 0.2
 PROGRESS_S = 5.0
 STOP_MARGIN_S = 10.0
 LAST_PORT = 65535
@@ -210,6 +213,8 @@ class LocalRunner:
             self.say(f"starting {plan.name} ({plan.role.value}, {ranks}), log in {log_file}")
             pod.start()
         try:
+            import aiohttp  # slow, and the pods start meanwhile
+
             async with aiohttp.ClientSession() as session:
                 await self._until_ready(session)
                 if self._stop.is_set():
@@ -223,24 +228,27 @@ class LocalRunner:
         finally:
             await self._shut_down()
 
-    async def _tick(self, session: aiohttp.ClientSession) -> list[PodAnswer]:
-        """One poll, cut short by a stop; raises UpFailed when a pod gave up."""
+    async def _look(self, session: aiohttp.ClientSession) -> list[PodAnswer]:
+        """What the pods answer now; raises UpFailed when one gave up."""
         assert self._failure is not None
         answers = await ask_pods(session, self.plans)
         for pod, answer in zip(self.pods, answers, strict=True):
             pod.seen(answer.ready, time.monotonic())
         if self._failure.done():
             raise UpFailed(self._failure.result())
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(POLL_S):
-                await self._stop.wait()
         return answers
+
+    async def _rest(self, seconds: float) -> None:
+        """Until the next look, cut short by a stop."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._stop.wait()
 
     async def _until_ready(self, session: aiohttp.ClientSession) -> None:
         began = time.monotonic()
         spoke = began
         while not self._stop.is_set():
-            answers = await self._tick(session)
+            answers = await self._look(session)
             rows = rank_rows(answers)
             self._report_changes(rows)
             if all(r.get("state") == "READY" for r in rows) and all(a.ready for a in answers):
@@ -259,6 +267,7 @@ class LocalRunner:
             if now - spoke >= PROGRESS_S:
                 spoke = now
                 self.say(f"waiting ({now - began:.0f} s): {'; '.join(missing)}")
+            await self._rest(STARTING_POLL_S)
 
     async def _ask_and_show(self, session: aiohttp.ClientSession, question: str) -> int:
         assert self._failure is not None
@@ -293,10 +302,11 @@ class LocalRunner:
         live = self.options.table and self.console.is_terminal
         with Live(console=self.console, auto_refresh=False) if live else contextlib.nullcontext() as view:
             while not self._stop.is_set():
-                rows = rank_rows(await self._tick(session))
+                rows = rank_rows(await self._look(session))
                 self._report_changes(rows)
                 if view is not None:
                     view.update(rank_table(rows), refresh=True)
+                await self._rest(POLL_S)
         return 0
 
     async def _shut_down(self) -> None:
