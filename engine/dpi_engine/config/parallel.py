@@ -369,7 +369,8 @@ def _api_servers(settings: Settings, mode: Mode, local: int, cores: int) -> int:
     if wanted is not None:
         return wanted
     over = {Mode.INTERNAL: settings.data_parallel_size, Mode.HYBRID: local, Mode.EXTERNAL: 1}[mode]
-    return max(1, min(over, cores, MAX_DEFAULT_API_SERVERS))
+    # Each takes up to a core, and the ranks need some, too.
+    return max(1, min(over, cores // 2, MAX_DEFAULT_API_SERVERS))
 
 
 def _address(address: str) -> str:

@@ -352,7 +352,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         int | None,
         Flag(
             SERVER,
-            "HTTP processes on the one port (unset: the least of ranks, usable cores and 64)",
+            "HTTP processes on the one port (unset: the least of ranks, half the usable cores and 64)",
             short="-asc",
             low=0,
             high=MAX_API_SERVERS,

@@ -109,7 +109,7 @@ class Parts:
                 "--dtype: leave it out"
             )
         progress("importing torch", None)
-        import_torch(settings.device)
+        import_torch()
         import torch
 
         from dpi_engine.ops import select_ops

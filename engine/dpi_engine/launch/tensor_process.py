@@ -64,7 +64,7 @@ class TensorProcess:
             self._channel.send(Stage(stage=stage, fraction=fraction))
 
     def _run(self) -> None:
-        import_torch(self._spec.settings.device)
+        import_torch()
         import torch
 
         from dpi_engine.config.tensor_parallel import Shard

@@ -1,7 +1,8 @@
 """Fetch a model and make what an engine makes at its first start, without serving it: for images and shared volumes.
 
 `python -m dpi_engine.tools.prepare MODEL --cache-dir DIR`: afterwards `dpi serve MODEL --cache-dir DIR` starts without
-a network and writes nothing below DIR, which may then be read-only.
+a network, and DIR may be read-only. Where it is not, an engine keeps its packed weights there, which depend on the
+processor and are not made here.
 """
 
 from __future__ import annotations
