@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
+import gguf
 import pytest
 import torch
-from gguf_maker import write_gguf
+from gguf_maker import matrices_as, write_gguf
 from model_oracle import PagedBatch, build_oracle, random_ids
 
 from dpi_engine.config.machine import cpu_features
 from dpi_engine.config.sources import ModelFiles, default_cache_dir, resolve_model
 from dpi_engine.models import packed_cache
 from dpi_engine.models.decoder import Decoder
+from dpi_engine.models.file_digest import content_digest
 from dpi_engine.models.registry import load_model
+from dpi_engine.models.weight_cache import file_lock
 from dpi_engine.models.weights import SafetensorsSource
 from dpi_engine.ops.build import possible_isas
 from dpi_engine.ops.cpu import CpuOps, make_cpu_ops
 from dpi_engine.tokenizer.spec import read_spec
 
 IDS = random_ids(40, 3)
+Q8 = gguf.GGMLQuantizationType.Q8_0
 KERNELS = default_cache_dir(os.environ, Path.home())  # compiled once for all test processes
 
 
@@ -99,19 +105,75 @@ def test_a_damaged_file_is_named_and_made_anew(isa: str, tmp_path: Path, caplog:
     want = logits(load(files, tmp_path))
     (target,) = kept(tmp_path)
     whole, note = target.read_bytes(), target.with_suffix(".json").read_text()
+    middle = len(whole) // 2
     for damage in (
-        lambda: target.write_bytes(whole[: len(whole) // 2]),
-        lambda: target.write_bytes(whole[:-64] + bytes(64)),
+        lambda: target.write_bytes(whole[:middle]),
+        lambda: target.write_bytes(whole[:middle] + bytes(2) + whole[middle + 2 :]),
+        lambda: target.write_bytes(whole.replace(b"[96,", b"[95,", 1)),
         lambda: target.write_bytes(b""),
         lambda: target.with_suffix(".json").write_text("{"),
         lambda: target.with_suffix(".json").write_text("[]"),
         lambda: target.with_suffix(".json").write_text(json.dumps({"made_by": json.loads(note)["made_by"]})),
+        lambda: target.with_suffix(".json").write_text(note.replace('"digest": "', '"digest": "0')),
     ):
         damage()
+        assert (target.read_bytes(), target.with_suffix(".json").read_text()) != (whole, note)
         caplog.clear()
         assert torch.equal(logits(load(files, tmp_path)), want)
         assert [r for r in caplog.records if f"packed weights {target} are damaged" in r.getMessage()]
         assert target.read_bytes() == whole and target.with_suffix(".json").read_text() == note
+
+
+def test_one_changed_number_of_the_model_is_another_model(isa: str, tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "model.gguf", build_oracle("llama-64-untied"), matrices_as(Q8))
+    first = logits(load(resolve_model(str(path), tmp_path), tmp_path))
+    content, about = bytearray(path.read_bytes()), path.stat()
+    content[-40:] = bytes(b ^ 0x55 for b in content[-40:])
+    with open(path, "r+b") as file:  # the same inode and size, and times set back
+        file.write(content)
+    os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
+    assert not torch.equal(logits(load(resolve_model(str(path), tmp_path), tmp_path)), first)
+
+
+def test_what_a_killed_process_left_is_used_up_and_one_of_several_writes(isa: str, tmp_path: Path) -> None:
+    files = saved(tmp_path / "model", "llama-80-tied")
+    want = logits(load(files, tmp_path))
+    (target,) = kept(tmp_path)
+    target.with_suffix(".json").unlink()
+    target.unlink()
+    target.with_suffix(".tmp").write_bytes(b"half")
+    with file_lock(target.with_suffix(".lock"), 0.0):
+        assert torch.equal(logits(load(files, tmp_path)), want)
+        assert not kept(tmp_path)
+    assert torch.equal(logits(load(files, tmp_path)), want)
+    assert kept(tmp_path) == [target] and not list(target.parent.glob("*.tmp"))
+
+
+def test_a_digest_is_read_anew_only_for_another_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, notes = tmp_path / "f", tmp_path / "notes"
+    path.write_bytes(b"one")
+    want = hashlib.sha256(b"one").hexdigest()
+    reads: list[str] = []
+    plain = hashlib.file_digest
+
+    def counting(file: Any, name: str) -> Any:
+        reads.append(name)
+        return plain(file, name)
+
+    monkeypatch.setattr(hashlib, "file_digest", counting)
+    assert [content_digest(path, notes) for _ in range(3)] == [want] * 3 and len(reads) == 1
+    os.utime(path, ns=(1, 1))
+    assert content_digest(path, notes) == want and len(reads) == 2
+    (note,) = notes.iterdir()
+    for damage in ("", "{", "[]", '{"identity": 1}', json.dumps({**json.loads(note.read_text()), "sha256": 5})):
+        note.write_text(damage)
+        reads.clear()
+        assert content_digest(path, notes) == want and len(reads) == 1
+    path.write_bytes(b"two")
+    assert content_digest(path, notes) == hashlib.sha256(b"two").hexdigest()
+    assert content_digest(path, path / "no folder") == hashlib.sha256(b"two").hexdigest()
+    with pytest.raises(FileNotFoundError):
+        content_digest(tmp_path / "none", notes)
 
 
 def test_a_folder_that_cannot_be_written_costs_nothing_but_time(

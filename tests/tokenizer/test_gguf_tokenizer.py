@@ -179,11 +179,18 @@ def test_a_file_that_names_no_split_is_warned_about(caplog: pytest.LogCaptureFix
     [
         ({"tokenizer.ggml.model": "llama"}, "expected 'gpt2' .* got 'llama'"),
         ({"tokenizer.ggml.pre": "martian"}, "'martian' is not known; known: command-r, .*smollm"),
-        ({"tokenizer.ggml.tokens": None}, "tokens': expected a list of strings, got NoneType"),
+        ({"tokenizer.ggml.tokens": None}, "tokens': expected a list of strings, got nothing"),
+        ({"tokenizer.ggml.tokens": []}, "tokens': expected a list of strings, got an empty list"),
+        ({"tokenizer.ggml.tokens": [1]}, "tokens': expected a list of strings, got a list of int"),
         ({"tokenizer.ggml.tokens": ["a", "a"]}, "1 entries stand twice"),
         ({"tokenizer.ggml.merges": ["nospace"]}, "entry 0: expected two parts, got 'nospace'"),
         ({"tokenizer.ggml.merges": ["qqq zzz"]}, "do not fit the tokens"),
         ({"tokenizer.ggml.token_type": [1]}, "token_type': expected .* entries, got 1"),
+        ({"tokenizer.ggml.token_type": ["1"]}, "token_type': expected a list of whole numbers, got a list of str"),
+        (
+            {"tokenizer.ggml.token_type": [float("nan")]},
+            "token_type': expected a list of whole numbers, got a list of fl",
+        ),
         ({"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": 10**6}, "bos_token_id': expected 0 to"),
     ],
 )

@@ -107,10 +107,13 @@ def is_gguf(path: str | os.PathLike[str]) -> bool:
 def read_header(path: str | os.PathLike[str]) -> GgufHeader:
     """Read metadata and tensor list. Not to be changed by the caller: the last one is kept for those who ask again.
 
-    Raises GgufError; OSError when the file cannot be opened.
+    Raises GgufError, also when the file cannot be opened.
     """
-    about = os.stat(path)
-    return _read_header(Path(path), (about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns))
+    try:
+        about = os.stat(path)
+        return _read_header(Path(path), (about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns))
+    except OSError as error:
+        raise GgufError(path, f"cannot be read: {error.strerror or error}") from None
 
 
 @functools.lru_cache(maxsize=1)
@@ -170,6 +173,8 @@ class _Reader:
             self._pass_strings(count, f"array '{key}'")
         elif kind in _SCALARS:
             self.take(count * struct.calcsize(_SCALARS[kind]), f"array '{key}'")
+        elif kind == _ARRAY:
+            raise self.fail(f"'{key}' is an array of arrays, which no key of a model is")
         else:
             raise self.fail(f"'{key}' is an array of unknown type {kind}")
         return self.data[start : self.at]
@@ -231,6 +236,8 @@ def _parse(reader: _Reader) -> GgufHeader:
     for name, shape, ggml_type, offset in entries:
         if name in tensors:
             raise reader.fail(f"tensor '{name}' stands twice")
+        if offset % alignment:
+            raise reader.fail(f"tensor '{name}' begins at {offset}, which is no multiple of {alignment}")
         start = data_start + offset
         if start > size:
             raise GgufError(path, f"cut short: tensor '{name}' begins at byte {start}, beyond its end at {size}")
@@ -254,7 +261,7 @@ def _read_value(reader: _Reader, key: str, metadata: Metadata) -> None:
 def _tensor_entry(reader: _Reader) -> tuple[str, tuple[int, ...], int, int]:
     name = reader.string("tensor name")
     dims = reader.scalar("<I", f"dimensions of '{name}'")
-    if dims > _MAX_DIMS:
+    if not 1 <= dims <= _MAX_DIMS:
         raise reader.fail(f"tensor '{name}' claims {dims} dimensions")
     shape = tuple(reader.scalar("<Q", f"shape of '{name}'") for _ in range(dims))
     if math.prod(shape) > _MAX_ELEMENTS:

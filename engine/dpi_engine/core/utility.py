@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from dpi_engine.config.errors import ConfigError
 from dpi_engine.core.engine import EngineCore
 from dpi_engine.core.limits import PauseMode
 from dpi_engine.core.outputs import StepOutputs
@@ -102,7 +103,10 @@ class Utilities:
 
     def _wake_up(self, tags: list[str] | None = None) -> tuple[bool, StepOutputs]:
         if self._core.runner.asleep:
-            self._core.wake()
+            try:
+                self._core.wake()
+            except (ConfigError, OSError) as e:
+                raise UtilityError(f"the rank sleeps on, its weights cannot be read: {e}") from None
         self._core.scheduler.resume()
         return True, StepOutputs()
 

@@ -24,9 +24,9 @@ from dpi_engine.wire.places import Place
 log = logging.getLogger(__name__)
 
 REPORT_INTERVAL_S = 0.25
-STARTING_INTERVAL_S = 0.05
-"""As long as a child does not serve: whoever waits for it should hear of it soon."""
 """A child reports at least this often."""
+STARTING_INTERVAL_S = 0.05
+"""As long as it does not serve: whoever waits for it should hear of it soon."""
 
 
 class LockstepReport(msgspec.Struct, kw_only=True):

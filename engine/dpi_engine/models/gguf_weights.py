@@ -86,6 +86,10 @@ class GgufSource(WeightSource):
                     f"{header.path}: cut short: tensor '{tensor.name}' ends at byte {tensor.offset + count}, "
                     f"the file has {header.file_size}"
                 )
+            if name in self._tensors:
+                raise WeightError(
+                    f"{header.path}: tensors '{self._tensors[name].name}' and '{tensor.name}' are one weight"
+                )
             self._tensors[name] = tensor
             self._sizes[name] = count
         self._data = np.memmap(header.path, mode="r", dtype=np.uint8)

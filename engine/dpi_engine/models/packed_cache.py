@@ -14,21 +14,26 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeAlias
 
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dpi_engine.config.build import PACKAGE, sources_digest
+from dpi_engine.models.file_digest import content_digest, write_whole
 from dpi_engine.models.tensor_file import tensor_bytes, tensor_file_start
-from dpi_engine.models.weight_cache import sample_digest
+from dpi_engine.models.weight_cache import NOTES, CacheUnusable, file_lock
 from dpi_engine.models.weights import SafetensorsSource, WeightError
 
 log = logging.getLogger(__name__)
 
-MOST_BYTES = 4 << 30
-"""Larger models are packed at every start: their file would take long to write, and as much of the disk again."""
+MOST_BYTES = 1 << 30
+"""Larger models are packed at every start: their file would take as much again of a disk, or of a pod's volume."""
+
+_MOST_WIDENED = 4
+"""Files of so many times more cannot be packed into less, and are not read for it."""
 
 SPARE = 2
 """So many times its size must be free on the disk before a file is written."""
@@ -46,7 +51,7 @@ class PackedCache:
     writes them in `finish`.
     """
 
-    def __init__(self, folder: Path, weights: Iterable[Path], *parts: object) -> None:
+    def __init__(self, folder: Path, weights: Sequence[Path], *parts: object) -> None:
         """`weights` are the files that the linears are made from; `parts` whatever else they depend on, by its repr.
 
         Never fails: what cannot be read is packed, what cannot be written is packed at the next start, too.
@@ -56,8 +61,12 @@ class PackedCache:
         self._linears: dict[str, tuple[list[str], list[int], int]] = {}
         self._new: dict[str, Tensor] = {}
         self._bytes = 0
+        self._notes = folder.parent / NOTES
         try:
-            name = hashlib.sha256(repr(([sample_digest(path) for path in weights], parts)).encode()).hexdigest()
+            if sum(path.stat().st_size for path in weights) > _MOST_WIDENED * MOST_BYTES:
+                return
+            digests = [content_digest(path, self._notes) for path in weights]
+            name = hashlib.sha256(repr((digests, parts)).encode()).hexdigest()
             self._target = folder / f"{name[:32]}.safetensors"
             self._open(self._target)
         except OSError as error:
@@ -72,13 +81,14 @@ class PackedCache:
             note = json.loads(_note(target).read_text("utf-8"))
             if note["made_by"] != made_by():
                 return
-            if note["digest"] != sample_digest(target):
+            if note["digest"] != content_digest(target, self._notes):
                 raise ValueError("its content is not what was written")
-            self._linears = note["linears"]
+            with safe_open(target, framework="pt") as file:
+                self._linears = json.loads(file.metadata()["linears"])
             self._source = SafetensorsSource([target])
         except FileNotFoundError:
             return
-        except (ValueError, KeyError, TypeError, AttributeError, WeightError) as error:
+        except (ValueError, KeyError, TypeError, SafetensorError, WeightError) as error:
             log.warning("packed weights %s are damaged (%s) and are made anew", target, error)
 
     def get(self, label: str) -> Kept | None:
@@ -106,32 +116,40 @@ class PackedCache:
         target = self._target
         if not new or target is None:
             return
-        temporary = target.with_name(f"{target.stem}.{os.getpid()}.tmp")
         began = time.monotonic()
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            free = shutil.disk_usage(target.parent).free
-            if free < SPARE * self._bytes:
-                raise OSError(f"{target.parent} has {free >> 20} MB free, too few for {self._bytes >> 20} MB more")
-            # Whole panels first: they end on cache lines, biases and scales may not.
-            order = sorted(new, key=lambda name: (not name.endswith("/weight"), name))
+            # Ranks that start together make the same: one of them writes it.
+            with file_lock(target.with_suffix(".lock"), 0.0):
+                self._write(new, target)
+        except CacheUnusable:
+            return
+        except OSError as error:
+            self._cannot(error)
+            return
+        log.info("kept %d MB of packed weights in %.1f s", self._bytes >> 20, time.monotonic() - began)
+
+    def _write(self, new: dict[str, Tensor], target: Path) -> None:
+        free = shutil.disk_usage(target.parent).free
+        if free < SPARE * self._bytes:
+            raise OSError(f"{target.parent} has {free >> 20} MB free, too few for {self._bytes >> 20} MB more")
+        # Whole panels first: they end on cache lines, biases and scales may not.
+        order = sorted(new, key=lambda name: (not name.endswith("/weight"), name))
+        entries = ((name, new[name].shape, new[name].dtype) for name in order)
+        temporary = target.with_suffix(".tmp")  # what a killed process left is overwritten
+        try:
             with open(temporary, "wb") as file:
-                file.write(tensor_file_start((name, new[name].shape, new[name].dtype) for name in order)[0])
+                file.write(tensor_file_start(entries, {"linears": json.dumps(self._linears)})[0])
                 for name in order:
                     file.write(tensor_bytes(new[name]))
                 file.flush()
                 os.fsync(file.fileno())
-            note = {"made_by": made_by(), "digest": sample_digest(temporary), "linears": self._linears}
-            # The note comes last: a file without one is not looked at, and ranks that start together write the same.
+            # The note comes last: a file without one is not looked at.
             os.replace(temporary, target)
-            temporary.write_text(json.dumps(note), "utf-8")
-            os.replace(temporary, _note(target))
-        except OSError as error:
-            self._cannot(error)
-            return
+            digest = content_digest(target, self._notes)
+            write_whole(_note(target), json.dumps({"made_by": made_by(), "digest": digest}))
         finally:
             temporary.unlink(missing_ok=True)
-        log.info("kept %d MB of packed weights in %.1f s", self._bytes >> 20, time.monotonic() - began)
 
 
 @functools.cache

@@ -6,7 +6,7 @@ Source: the safetensors format; headers may end in spaces, tensors follow one an
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -17,9 +17,11 @@ ALIGNMENT = 64
 _NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.uint8: "U8"}
 
 
-def tensor_file_start(entries: Iterable[tuple[str, Sequence[int], torch.dtype]]) -> tuple[bytes, int]:
+def tensor_file_start(
+    entries: Iterable[tuple[str, Sequence[int], torch.dtype]], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, int]:
     """What comes before the first tensor of a file of (name, shape, dtype) in this order, and the bytes of them all."""
-    header: dict[str, object] = {}
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
     for name, shape, dtype in entries:
         size = dtype.itemsize

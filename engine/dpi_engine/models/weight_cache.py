@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import logging
 import os
@@ -12,36 +11,24 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from dpi_engine.models.file_digest import content_digest, write_whole
 from dpi_engine.models.gguf_weights import GgufSource
 from dpi_engine.models.tensor_file import tensor_bytes, tensor_file_start
 from dpi_engine.models.weights import Progress, SafetensorsSource, WeightError, WeightSource
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 """Raised when the meaning of the cached tensors changes; older files are then not looked at."""
 
-_SAMPLES, _SAMPLE_BYTES = 256, 4096
+NOTES = "digests"
+"""Folder beside those of weights."""
+
 _LOCK_SECONDS = 900.0
 
 
 class CacheUnusable(Exception):
     """The cache folder cannot be written or waited for; the text says why."""
-
-
-def sample_digest(path: Path) -> str:
-    """SHA-256 over size, first megabyte and 256 pieces spread over the file: tells weights apart in milliseconds."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        digest.update(str(size).encode())
-        digest.update(file.read(1 << 20))
-        for i in range(_SAMPLES):
-            file.seek(size * i // _SAMPLES)
-            digest.update(file.read(_SAMPLE_BYTES))
-        file.seek(max(0, size - _SAMPLE_BYTES))
-        digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()
 
 
 @contextlib.contextmanager
@@ -70,14 +57,15 @@ def cached(make: Callable[[], GgufSource], origin: Path, folder: Path, progress:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        target = folder / f"{sample_digest(origin)[:32]}-v{FORMAT}.safetensors"
-        found = _open(target)
+        notes = folder.parent / NOTES
+        target = folder / f"{content_digest(origin, notes)[:32]}-v{FORMAT}.safetensors"
+        found = _open(target, notes)
         if found is None:
             with file_lock(target.with_suffix(".lock"), _LOCK_SECONDS):
-                found = _open(target)
+                found = _open(target, notes)
                 if found is None:
-                    _write(make(), target, progress)
-                    found = _open(target)
+                    _write(make(), target, notes, progress)
+                    found = _open(target, notes)
         if found is None:
             raise CacheUnusable(f"{target} reads back differently from what was written")
     except (OSError, CacheUnusable) as error:
@@ -86,11 +74,11 @@ def cached(make: Callable[[], GgufSource], origin: Path, folder: Path, progress:
     return found
 
 
-def _open(target: Path) -> SafetensorsSource | None:
+def _open(target: Path, notes: Path) -> SafetensorsSource | None:
     """The cached file, or None when there is none or (with a warning) when it is damaged."""
     try:
         noted = json.loads(target.with_suffix(".json").read_text("utf-8"))["digest"]
-        if noted != sample_digest(target):
+        if noted != content_digest(target, notes):
             raise ValueError("its content is not what was written")
         return SafetensorsSource([target])
     except FileNotFoundError:
@@ -100,7 +88,7 @@ def _open(target: Path) -> SafetensorsSource | None:
         return None
 
 
-def _write(source: GgufSource, target: Path, progress: Progress) -> None:
+def _write(source: GgufSource, target: Path, notes: Path, progress: Progress) -> None:
     """Stream the tensors into a temporary file of the same folder, then rename: readers see all or nothing."""
     names = sorted(source.names())
     start, size = tensor_file_start((n, source.stored_shape(n), source.stored_dtype(n)) for n in names)
@@ -114,10 +102,9 @@ def _write(source: GgufSource, target: Path, progress: Progress) -> None:
                 progress("dequantize", (i + 1) / len(names))
             file.flush()
             os.fsync(file.fileno())
-        note = temporary.with_suffix(".note")
-        note.write_text(json.dumps({"digest": sample_digest(temporary), "format": FORMAT}), "utf-8")
+        # The note comes last: a file without one is not looked at.
         os.replace(temporary, target)
-        os.replace(note, target.with_suffix(".json"))
+        write_whole(target.with_suffix(".json"), json.dumps({"digest": content_digest(target, notes)}))
     finally:
         temporary.unlink(missing_ok=True)
     log.info("dequantized %d tensors (%d MB) in %.1f s", len(names), size // 2**20, time.monotonic() - started)

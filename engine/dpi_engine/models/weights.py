@@ -150,7 +150,7 @@ class Weights:
             expected = "" if shape is None else f"; expected shape {list(shape)}"
             raise WeightError(
                 f"{self._source.file_of(name)}: tensor '{name}' is missing{expected}. "
-                f"The weights have {len(self._names)} tensors, such as {_some(self._names)}."
+                f"The weights have {len(self._names)} tensors: {_some(self._names)}."
             )
 
     def _check_shape(self, name: str, expected: Sequence[int], got: Sequence[int]) -> None:
@@ -187,6 +187,8 @@ class Weights:
 
 def _some(names: Iterable[str]) -> str:
     ordered = sorted(names)
+    if not ordered:
+        return "none"
     more = f" and {len(ordered) - _SHOWN} more" if len(ordered) > _SHOWN else ""
     return ", ".join(f"'{n}'" for n in ordered[:_SHOWN]) + more
 

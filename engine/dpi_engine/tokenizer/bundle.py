@@ -116,9 +116,11 @@ def _from_gguf(path: Path) -> TokenizerBundle:
             tokens[name] = text
     eos: list[int | None] = [*_ids(ids["eos_token"]), *_ids(metadata.get("tokenizer.ggml.eot_token_id"))]
     template = metadata.get("tokenizer.chat_template")
+    if template is not None and not isinstance(template, str):
+        raise TokenizerError(f"{path}: GGUF metadata 'tokenizer.chat_template': expected a text, got {template!r:.40}")
     return _bundle(
         tokenizer,
-        template if isinstance(template, str) else None,
+        template,
         eos,
         next(iter(_ids(ids["bos_token"])), None),
         tokens,

@@ -51,8 +51,14 @@ _WHOLE_WORDS = {"llama3", "tekken"}
 def _strings(metadata: Mapping[str, Any], key: str) -> list[str]:
     value = metadata.get(key)
     if not isinstance(value, list) or not value or not isinstance(value[0], str):
-        raise TokenizerError(f"GGUF metadata '{key}': expected a list of strings, got {type(value).__name__}")
+        raise TokenizerError(f"GGUF metadata '{key}': expected a list of strings, got {_kind(value)}")
     return value
+
+
+def _kind(value: Any) -> str:
+    if not isinstance(value, list):
+        return "nothing" if value is None else type(value).__name__
+    return f"a list of {type(value[0]).__name__}" if value else "an empty list"
 
 
 def _merges(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -103,6 +109,8 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
         raise TokenizerError(f"GGUF metadata 'tokenizer.ggml.tokens': {len(tokens) - len(vocab)} entries stand twice")
     try:
         tokenizer = Tokenizer(BPE(vocab=vocab, merges=_merges(metadata), ignore_merges=kind in _WHOLE_WORDS))
+    except TokenizerError:
+        raise
     except Exception as error:  # the library raises bare Exception
         raise TokenizerError(f"GGUF metadata 'tokenizer.ggml.merges' do not fit the tokens: {error}") from error
     if kind == "qwen2":
@@ -115,6 +123,10 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
 
 def _add_special(tokenizer: Tokenizer, metadata: Mapping[str, Any], tokens: list[str]) -> None:
     types = metadata.get("tokenizer.ggml.token_type", [])
+    if not isinstance(types, list) or (types and not isinstance(types[0], int)):
+        raise TokenizerError(
+            f"GGUF metadata 'tokenizer.ggml.token_type': expected a list of whole numbers, got {_kind(types)}"
+        )
     if types and len(types) != len(tokens):
         raise TokenizerError(
             f"GGUF metadata 'tokenizer.ggml.token_type': expected {len(tokens)} entries, got {len(types)}"
