@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.metadata
 import io
 import sys
 from collections.abc import Callable, Sequence
@@ -51,12 +50,16 @@ Loader = Callable[[], Command]
 
 def commands() -> dict[str, Loader]:
     """Loaders of all subcommands by name: the built-in ones, and those that installed distributions add."""
-    found: dict[str, Loader] = {name: _loader(target) for name, target in BUILT_IN.items()}
-    return found | {e.name: e.load for e in importlib.metadata.entry_points(group=GROUP)}
+    import importlib.metadata  # slow, and a built-in subcommand does without
+
+    added: dict[str, Loader] = {e.name: e.load for e in importlib.metadata.entry_points(group=GROUP)}
+    return added | {name: _loader(target) for name, target in BUILT_IN.items()}
 
 
 def version() -> str:
     """Version of the installed distribution, or `unknown (not installed)` in a bare checkout."""
+    import importlib.metadata
+
     try:
         return importlib.metadata.version(DISTRIBUTION)
     except importlib.metadata.PackageNotFoundError:
@@ -87,10 +90,10 @@ def _dispatch(args: list[str]) -> int:
         print(f"dpi {version()}")
         return EXIT_OK
     name, rest = args[0], args[1:]
-    known = commands()
-    if name not in known:
+    loader = _loader(BUILT_IN[name]) if name in BUILT_IN else None
+    if loader is None and (loader := (known := commands()).get(name)) is None:
         raise ConfigError(f"{name!r} is no subcommand; there are: {', '.join(known)}.{near(name, known)}")
-    command = _load(name, known[name])
+    command = _load(name, loader)
     parser = FlagParser(prog=f"dpi {name}", description=command.help, allow_abbrev=False)
     command.add_arguments(parser)
     return command.run(parser.parse_args(rest))

@@ -96,11 +96,11 @@ def test_the_overview_lists_all_even_those_that_cannot_load(with_commands, capsy
 
 
 def test_a_command_that_cannot_load_says_what_it_needs(with_commands, capsys):
-    with_commands(echo=Echo, up=broken)
-    assert cli.main(["up"]) == 2
+    with_commands(echo=Echo, other=broken)
+    assert cli.main(["other"]) == 2
     assert "pip install 'dpinference[engine]'" in capsys.readouterr().err
     assert cli.main(["ecko"]) == 2
-    assert "'ecko' is no subcommand; there are: echo, up. Did you mean 'echo'?" in capsys.readouterr().err
+    assert "'ecko' is no subcommand; there are: echo, other. Did you mean 'echo'?" in capsys.readouterr().err
 
 
 def test_version(capsys):

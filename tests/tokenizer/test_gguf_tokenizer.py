@@ -189,7 +189,7 @@ def test_a_file_that_names_no_split_is_warned_about(caplog: pytest.LogCaptureFix
         ({"tokenizer.ggml.token_type": ["1"]}, "token_type': expected a list of whole numbers, got a list of str"),
         (
             {"tokenizer.ggml.token_type": [float("nan")]},
-            "token_type': expected a list of whole numbers, got a list of fl",
+            "token_type': expected a list of whole numbers, got a list of float",
         ),
         ({"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": 10**6}, "bos_token_id': expected 0 to"),
     ],

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 REPORT_INTERVAL_S = 0.25
 """A child reports at least this often."""
-STARTING_INTERVAL_S = 0.05
+STARTING_INTERVAL_S = 0.1
 """As long as it does not serve: whoever waits for it should hear of it soon."""
 
 

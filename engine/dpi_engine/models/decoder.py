@@ -112,7 +112,7 @@ class Decoder:
         tied = spec.tie_word_embeddings
         embedding = weights.take_rows("model.embed_tokens.weight", self._vocab, *table)
         saved = ops.bytes_saved
-        self._embedding = ops.upload(embedding)
+        self._embedding = weights.uploaded(ops, embedding)
         self._layers: list[_Layer] = []
         for i in range(spec.num_layers):
             name = f"model.layers.{i}"

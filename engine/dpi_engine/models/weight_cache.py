@@ -80,7 +80,9 @@ def _open(target: Path, notes: Path) -> SafetensorsSource | None:
         noted = json.loads(target.with_suffix(".json").read_text("utf-8"))["digest"]
         if noted != content_digest(target, notes):
             raise ValueError("its content is not what was written")
-        return SafetensorsSource([target])
+        source = SafetensorsSource([target])
+        source.lasting = True  # files of a cache are replaced, never written to
+        return source
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError, WeightError) as error:

@@ -38,6 +38,9 @@ class WeightError(ConfigError):
 class WeightSource(ABC):
     """Tensors under the names of a Hugging Face checkpoint (`model.layers.0.self_attn.q_proj.weight`)."""
 
+    lasting = False
+    """Its tensors are mapped from a file that nobody writes to, so that a model can compute with them as they are."""
+
     @abstractmethod
     def names(self) -> frozenset[str]:
         """Every tensor there is."""
@@ -139,6 +142,12 @@ class Weights:
         if cache is not None:
             cache.put(label, *ops.linear_tensors(packed), self.elements - before)
         return packed
+
+    def uploaded(self, ops: Ops, tensor: Tensor) -> Tensor:
+        """A tensor that was taken, on the device of `ops`: a copy, but where it lies there already and lasts."""
+        if self._source.lasting and ops.device.type == "cpu" and tensor.is_contiguous():
+            return tensor
+        return ops.upload(tensor)
 
     def leave(self, name: str) -> None:
         """Count the tensor as taken without reading it: it belongs to another rank. Raises WeightError if missing."""
