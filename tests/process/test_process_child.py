@@ -67,7 +67,7 @@ def test_it_ends_when_whoever_started_it_is_gone(module: str, damage: str, tmp_p
     assert os.getpid() != spec.parent
     text = {"another's child": msgspec.json.encode(spec), "cut off": msgspec.json.encode(spec)[:-1], "empty": b""}
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "engine")}
-    command = [sys.executable, "-m", module]
+    command = [sys.executable, "-m", children.BEGIN, module]
     done = subprocess.run(command, env=environment, input=text[damage], capture_output=True, timeout=PATIENCE)
     assert done.returncode == 1
     assert (b"DecodeError" in done.stderr) == (damage != "another's child"), done.stderr.decode()

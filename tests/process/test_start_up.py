@@ -10,7 +10,6 @@ import textwrap
 import pytest
 
 from dpi_engine import collector
-from dpi_engine.launch.children import BEGIN
 
 
 def python(code: str, *, timeout: float = 120) -> str:
@@ -48,12 +47,3 @@ def test_torch_is_imported_whole_and_without_threads_of_numpys_own() -> None:
         print(gc.isenabled(), tasks)
     """)
     assert out.split() == ["True", "1"]
-
-
-@pytest.mark.parametrize("name", ["engine", "api", "coordinator"])
-def test_a_child_process_without_a_spec_ends_with_an_error(name: str) -> None:
-    module = f"dpi_engine.launch.{name}_process"
-    done = subprocess.run(
-        [sys.executable, "-m", BEGIN, module], input=b"{}", capture_output=True, timeout=60, check=False
-    )
-    assert done.returncode == 1 and b"ValidationError" in done.stderr
