@@ -11,7 +11,6 @@ import functools
 import hashlib
 import json
 import logging
-import os
 import shutil
 import time
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from dpi_engine.config.build import PACKAGE, sources_digest
 from dpi_engine.models.file_digest import content_digest, write_whole
-from dpi_engine.models.tensor_file import tensor_bytes, tensor_file_start
+from dpi_engine.models.tensor_file import write_tensor_file
 from dpi_engine.models.weight_cache import NOTES, CacheUnusable, file_lock
 from dpi_engine.models.weights import SafetensorsSource, WeightError
 
@@ -135,21 +134,11 @@ class PackedCache:
             raise OSError(f"{target.parent} has {free >> 20} MB free, too few for {self._bytes >> 20} MB more")
         # Whole panels first: they end on cache lines, biases and scales may not.
         order = sorted(new, key=lambda name: (not name.endswith("/weight"), name))
-        entries = ((name, new[name].shape, new[name].dtype) for name in order)
-        temporary = target.with_suffix(".tmp")  # what a killed process left is overwritten
-        try:
-            with open(temporary, "wb") as file:
-                file.write(tensor_file_start(entries, {"linears": json.dumps(self._linears)})[0])
-                for name in order:
-                    file.write(tensor_bytes(new[name]))
-                file.flush()
-                os.fsync(file.fileno())
-            # The note comes last: a file without one is not looked at.
-            os.replace(temporary, target)
-            digest = content_digest(target, self._notes)
-            write_whole(_note(target), json.dumps({"made_by": made_by(), "digest": digest}))
-        finally:
-            temporary.unlink(missing_ok=True)
+        entries = [(name, new[name].shape, new[name].dtype) for name in order]
+        write_tensor_file(target, entries, new.__getitem__, {"linears": json.dumps(self._linears)})
+        # The note comes last: a file without one is not looked at.
+        digest = content_digest(target, self._notes)
+        write_whole(_note(target), json.dumps({"made_by": made_by(), "digest": digest}))
 
 
 @functools.cache

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import json
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from torch import Tensor
+
 from dpi_engine.models.file_digest import content_digest, write_whole
 from dpi_engine.models.gguf_weights import GgufSource
-from dpi_engine.models.tensor_file import tensor_bytes, tensor_file_start
+from dpi_engine.models.tensor_file import write_tensor_file
 from dpi_engine.models.weights import Progress, SafetensorsSource, WeightError, WeightSource
 
 log = logging.getLogger(__name__)
@@ -91,22 +93,18 @@ def _open(target: Path, notes: Path) -> SafetensorsSource | None:
 
 
 def _write(source: GgufSource, target: Path, notes: Path, progress: Progress) -> None:
-    """Stream the tensors into a temporary file of the same folder, then rename: readers see all or nothing."""
+    """The lock makes this process the only writer."""
     names = sorted(source.names())
-    start, size = tensor_file_start((n, source.stored_shape(n), source.stored_dtype(n)) for n in names)
-    temporary = target.with_suffix(".tmp")  # the lock makes this process the only writer
+    shapes = {name: source.stored_shape(name) for name in names}
+    done = itertools.count(1)
     started = time.monotonic()
-    try:
-        with open(temporary, "wb") as file:
-            file.write(start)
-            for i, name in enumerate(names):
-                file.write(tensor_bytes(source.get(name, source.stored_shape(name))))
-                progress("dequantize", (i + 1) / len(names))
-            file.flush()
-            os.fsync(file.fileno())
-        # The note comes last: a file without one is not looked at.
-        os.replace(temporary, target)
-        write_whole(target.with_suffix(".json"), json.dumps({"digest": content_digest(target, notes)}))
-    finally:
-        temporary.unlink(missing_ok=True)
+
+    def read(name: str) -> Tensor:
+        tensor = source.get(name, shapes[name])
+        progress("dequantize", next(done) / len(names))
+        return tensor
+
+    size = write_tensor_file(target, [(name, shapes[name], source.stored_dtype(name)) for name in names], read)
+    # The note comes last: a file without one is not looked at.
+    write_whole(target.with_suffix(".json"), json.dumps({"digest": content_digest(target, notes)}))
     log.info("dequantized %d tensors (%d MB) in %.1f s", len(names), size // 2**20, time.monotonic() - started)

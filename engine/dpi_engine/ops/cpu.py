@@ -118,6 +118,7 @@ class CpuOps(Ops):
         self.weight_dtype = self.cache_dtype = dtype
         self._linears = linear_kernels(self._calls, isa, dtype, threads, quantization)
         self.quantization = quantization
+        self.layout = self._linears.layout
         self.dtype = self._linears.dtype
         self._bf = int(self.dtype is torch.bfloat16)
         self._cache_bf = int(self.cache_dtype is torch.bfloat16)
@@ -164,10 +165,6 @@ class CpuOps(Ops):
             rows = packed.outputs * (2 if packed.gated else 1)
             self.bytes_saved += rows * packed.inputs * (self.weight_dtype.itemsize - 1)
         return packed
-
-    @property
-    def layout(self) -> str | None:  # type: ignore[override]
-        return self._linears.layout
 
     def linear_tensors(self, packed: PackedLinear) -> tuple[dict[str, Tensor], list[int]]:
         parts = {"weight": packed.weight, "bias": packed.bias, "scale": getattr(packed, "scale", None)}
