@@ -17,6 +17,7 @@ from suite import front, generator, groups, limits, llama, rank, served, step
 from suite.context import Context, Row
 from suite.machine import describe, has_bf16, slug
 from suite.results import Results, ResultsError
+from suite.servers import stop_children
 from suite.table import goals_text
 from suite.texts import TextError
 
@@ -91,6 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _measured(argv)
     except Terminated as e:
+        stop_children()  # one that was being started is nobody's yet
         print("bench: ended by SIGTERM; its servers are stopped", file=sys.stderr)
         return int(str(e.code))
 

@@ -36,6 +36,7 @@ PORTS_OF_OURS = 240
 """Ports of one launch, from the handshake's on: requests, outputs and exchanges of its ranks."""
 
 OUR_START_S, PEER_START_S = 180.0, 600.0
+STOP_S = 40.0
 
 
 class ServerFailed(RuntimeError):
@@ -97,14 +98,27 @@ def _answers(url: str) -> bool:
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM, and SIGKILL to its session after 40 s."""
+    """SIGTERM, and SIGKILL to its session after STOP_S."""
     process.terminate()
     try:
-        process.wait(40)
+        process.wait(STOP_S)
     except subprocess.TimeoutExpired:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def stop_children() -> None:
+    """End whatever this process has started and not stopped, as `stop` does."""
+    children = psutil.Process().children()
+    for child in children:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.terminate()
+    for child in psutil.wait_procs(children, STOP_S)[1]:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()  # one that leads no group
 
 
 @contextlib.contextmanager
